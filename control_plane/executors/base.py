@@ -1,0 +1,109 @@
+"""Hide where workers live: in this process, in child processes, behind addresses, in Ray.
+
+An executor starts and reaches the ranks of one group. It decides nothing about steps, leases or health: it carries calls
+and streams, and says at once when a process is gone.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from google.protobuf.message import Message
+
+from maniple.v1 import rank_health_pb2, worker_pb2
+from service_chassis.ids import Rank
+
+
+class RankCallError(Exception):
+    """A rank failed a call, or did not answer in time. The first failure on any rank, and which."""
+
+    def __init__(self, rank: Rank, method: str, cause: str, *, error: BaseException | None = None) -> None:
+        super().__init__(f"rank {rank}: {method}: {cause}")
+        self.rank = rank
+        self.method = method
+        self.cause = cause
+        self.error = error  # a ManipleError where the rank said which
+
+
+@dataclass(frozen=True, slots=True)
+class RankExit:
+    """A rank's process ended. ``cause`` is for people: "exit code 1", "killed by SIGKILL", and its last log lines."""
+
+    rank: Rank
+    cause: str
+    log_tail: tuple[str, ...] = ()
+
+
+class StepsConnection(Protocol):
+    """One open ``Steps`` stream to one rank. A transport, without memory: resending is the group's business."""
+
+    async def write(self, message: worker_pb2.StepsRequest) -> None:
+        """Send. Raises ``ConnectionError`` when the stream is broken."""
+
+    async def read(self) -> worker_pb2.StepsResponse | None:
+        """Return the next message; None when the rank closed the stream in order.
+
+        Raises:
+            ConnectionError: transport loss.
+            ManipleError: the rank ended the stream with a status of the one table (order refusal, fenced, ...).
+        """
+
+    async def close(self) -> None:
+        """End the stream from this side. Safe to call twice."""
+
+
+class Executor(abc.ABC):
+    """The ranks of one group.
+
+    ``collective_rpc``: the same method and request on every rank; returns when all named ranks answered, in rank order;
+    the first failure on any rank, named or not, ends the call and names it; the timeout is a hang guard.
+    """
+
+    world_size: int
+
+    @abc.abstractmethod
+    async def start(self) -> None:
+        """Start or find the ranks, until each answers ``Describe``. Raises ``RankCallError`` naming a missing one."""
+
+    @abc.abstractmethod
+    def collective_rpc(
+        self,
+        method: str,
+        request: Message | Callable[[Rank], Message],
+        *,
+        timeout_s: float,
+        reply_ranks: Sequence[Rank] | None = None,
+    ) -> Awaitable[list[Message]]:
+        """Call ``method`` of WorkerService on every rank.
+
+        Args:
+            method: name of a unary call of WorkerService, e.g. "LoadModel".
+            request: the message, or a function of the rank where only the rank's own number differs (FormGroup, Join).
+            timeout_s: no rank may take longer.
+            reply_ranks: ranks whose replies are returned; default all.
+        Returns:
+            An awaitable of the replies in rank order. The calls are under way when this returns.
+        """
+
+    @abc.abstractmethod
+    async def open_steps(self, rank: Rank) -> StepsConnection:
+        """Open a new Steps stream to one rank."""
+
+    @abc.abstractmethod
+    def watch_health(self, rank: Rank, epoch: int) -> AsyncIterator[rank_health_pb2.RankReport]:
+        """Yield the rank's reports from its own health connection until it breaks (``ConnectionError``)."""
+
+    @abc.abstractmethod
+    def subscribe_exit(self, callback: Callable[[RankExit], None]) -> None:
+        """Call back once per ended process, from the event loop; at once for one that ended before. Not in shutdown."""
+
+    @abc.abstractmethod
+    def describe_rank(self, rank: Rank) -> tuple[str, int]:
+        """Return (address, pid or 0) for people."""
+
+    @abc.abstractmethod
+    async def shutdown(self, *, grace_s: float) -> None:
+        """End all ranks that this executor started, by force after ``grace_s``; leave no process, socket or file."""

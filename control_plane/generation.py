@@ -1,0 +1,115 @@
+"""What doors and engine say to each other about one generation. Plain values, no proto, no grpc."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from service_chassis.ids import RequestId
+
+
+class FinishReason(Enum):
+    """Why a sample ended well. Anything else ends the request with an error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingChoice:
+    """Sampling of one request with every default resolved and every value checked. Ranges: sampling.proto.
+
+    ``stop_ids`` holds what ends a row on the token level: end-of-text ids (unless ``ignore_eos``) and stop_token_ids.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    seed: int = 0  # drawn where the client gave none
+    n: int = 1
+    eos_ids: frozenset[int] = frozenset()  # empty with ignore_eos
+    stop_token_ids: frozenset[int] = frozenset()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    logprobs_mode: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextChoice:
+    """How output ids become text."""
+
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    skip_text: bool = False  # ids only; no detokenizer runs unless there are stop strings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One admitted-to-be request, checked by its door against the model and the limits."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingChoice
+    text: TextChoice = TextChoice()
+    priority: int = 0  # lower first
+    cache_namespace: bytes = b""
+    skip_reading_prefix_cache: bool = False
+    deadline: float | None = None  # on the engine's monotonic clock
+    detach_grace_s: float = 0.0
+    client_identity: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The request entered its first delta."""
+
+    request_id: RequestId
+    resume_token: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Chunk:
+    """New output of one sample; chunks that nobody took yet are merged."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFinished:
+    """The end of one sample, after its last chunk."""
+
+    index: int
+    reason: FinishReason
+    num_output_tokens: int
+    matched_stop: str | None = None
+    matched_token_id: int | None = None  # a stop_token_id; not set at end of text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """All samples ended; the last event."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    time_to_first_token_s: float
+    duration_s: float
+
+
+Event = Started | Chunk | SampleFinished | Done

@@ -1,0 +1,84 @@
+"""What the step loop needs of whatever computes: the torch model runner or the scripted model.
+
+All methods are called from the one device thread, in the order of the six stages, and may block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from worker_service.step_work import StepOutput, StepWork
+
+Progress = Callable[[float, str], None]  # (share done in [0, 1], what for people)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is known of a model once its configuration is read. Fields as in ModelDescription of worker.proto."""
+
+    source: str
+    architecture: str
+    vocab_size: int
+    max_position: int
+    dtype: str
+    weight_bytes: int
+    block_bytes: int
+    hidden_size: int
+    num_layers: int
+    num_kv_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """What the profile found, in bytes. Fields as in ProfileMemoryResponse of worker.proto."""
+
+    kv_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    total_bytes: int
+    foreign_bytes: int
+    base_bytes: int
+    step_us_per_token: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Fields of LoadModelRequest."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int = 0  # 0: the model's
+    batch_invariant: bool = False
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+
+
+class ModelRunner(Protocol):
+    """One device's model, KV cache and persistent input batch."""
+
+    def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
+        """Read this rank's shard. Raises ``InvalidParameter`` for a model or dtype that cannot be served."""
+
+    def profile_memory(self, gpu_memory_utilization: float) -> MemoryFacts:
+        """Run one dummy forward at the token budget and say what is left for KV."""
+
+    def allocate_kv_cache(self, num_blocks: int) -> int:
+        """Allocate ``num_blocks`` blocks, the null block included; return their bytes."""
+
+    def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> None:
+        """Compile and capture, then leave no trace in the KV cache."""
+
+    def apply(self, work: StepWork) -> None:
+        """Apply the bookkeeping of a delta: rows that leave, enter and change, block copies. First half of a step."""
+
+    def execute(self, work: StepWork) -> StepOutput:
+        """Compute and sample the step whose bookkeeping was just applied. Only for RUN and DUMMY."""
+
+    def known_tokens(self, req_index: int) -> list[int]:
+        """Return all known tokens of a live row: given and sampled."""
+
+    def reset(self) -> None:
+        """Forget all rows; keep weights and KV memory (RELEASE)."""

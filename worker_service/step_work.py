@@ -1,0 +1,123 @@
+"""What one accepted delta means for the device: the value that batch_state hands to the device thread.
+
+Index spaces: ``req_index`` names a row of every persistent table; arrays called ``rows`` hold req_index values in
+ascending order. No torch, no grpc.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class Mode(Enum):
+    RUN = 1
+    APPLY_ONLY = 2
+    DUMMY = 3
+
+
+class TableOp(Enum):
+    APPEND = 1
+    REPLACE = 2
+    DROP_LEADING = 3
+    STATE_SLOT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """A change of one row's block table in one KV group, in the order to apply."""
+
+    req_index: int
+    kv_group: int
+    op: TableOp
+    block_ids: tuple[int, ...] = ()  # APPEND, REPLACE
+    value: int = 0  # DROP_LEADING: entries; STATE_SLOT: the slot
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How to sample one row: RowSampling of sampling.proto as plain values, see there for ranges."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    logprobs_mode: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A row that enters. Its tables follow in ``StepWork.table_changes``."""
+
+    req_index: int
+    row_key: int
+    request_id: str
+    sample_index: int
+    token_ids: Int32Array  # all known tokens; empty with fork_of
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_prefill_tokens: int
+    sampling: RowSampling
+    fork_of: int | None = None  # copy the first num_prefill_tokens known tokens of that row
+    cache_namespace: bytes = b""
+    control_blob: bytes = b""
+    lora_slot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    req_index: int
+    reason: int  # RowFinished.Reason
+    num_tokens: int  # prompt and output tokens that count
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One step, ready for the device thread, which applies it in the order of the fields and then computes.
+
+    ``rows``, ``num_computed_tokens`` and ``num_scheduled_tokens`` run in parallel and name the rows that compute in this
+    step: row ``rows[i]`` computes positions ``[num_computed_tokens[i], num_computed_tokens[i] +
+    num_scheduled_tokens[i])``. ``samples[i]`` says whether it samples one token at the end of that.
+    Immutable; arrays may be shared between steps and are never written.
+    """
+
+    step: int
+    mode: Mode
+    finished: tuple[FinishedRow, ...] = ()
+    preempted: tuple[int, ...] = ()  # tables are emptied, tokens stay
+    block_copies: tuple[tuple[int, int, int], ...] = ()  # (kv_group, src, dst); read all sources first
+    new_rows: tuple[NewRow, ...] = ()
+    table_changes: tuple[TableChange, ...] = ()
+    rows: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    num_computed_tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    num_scheduled_tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    samples: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    awaits_mask: tuple[int, ...] = ()
+    forget_prefix_cache: bool = False
+    state_digest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What the device thread returns for one RUN step."""
+
+    step: int
+    token_ids: Int32Array  # one per row of the work that samples, in the order of ``rows``
+    token_digest: int = 0  # over all known tokens of all live rows after the step
+    device_us: int = 0
