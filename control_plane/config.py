@@ -1,0 +1,305 @@
+"""What a control plane can be told, and what it makes of it.
+
+``load_config`` is the only place that looks at flags and environment. A ``ControlPlaneConfig`` that exists is valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from service_chassis.errors import ConfigurationError
+from service_chassis.settings import (
+    Fault,
+    above,
+    at_least,
+    broken_rules,
+    one_of,
+    read_number,
+    read_optional_whole,
+    read_settings,
+    read_size,
+    read_switch,
+    read_text,
+    read_whole,
+    read_words,
+    setting,
+)
+
+log = structlog.get_logger(__name__)
+
+MODEL, SERVER, BATCH, CACHE, GROUP, LOGGING = "model", "server", "batch", "KV cache", "workers", "logging"
+
+
+def _listen_rule(value: str) -> str:
+    if value.startswith("unix:"):
+        path = value.removeprefix("unix:")
+        # sun_path holds 108 bytes with its closing zero.
+        return "" if 0 < len(path.encode()) < 108 else "must be unix:PATH with a path of 1 to 107 bytes"
+    host, colon, port = value.rpartition(":")
+    if host and colon and port.isascii() and port.isdecimal() and int(port) <= 65535:
+        return ""
+    return "must be HOST:PORT with a port up to 65535 (0: a free one), or unix:PATH"
+
+
+def _executor_rule(value: str) -> str:
+    if value in ("remote", "ray"):
+        return "is not built yet; use uni or mp"
+    return one_of("auto", "uni", "mp")(value)
+
+
+def _ranks_rule(value: int) -> str:
+    if value > 1:
+        return "must be 1: groups of several ranks are not built yet"
+    return at_least(1)(value)
+
+
+def _names_rule(value: tuple[str, ...]) -> str:
+    return "" if len(set(value)) == len(value) else "names a model twice"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlPlaneConfig:
+    """One control plane and the group it forms. The docstring under a field is the help text of its flag."""
+
+    model: str = setting("demo", topic=MODEL, read=read_text, rule=lambda v: "" if v else "must not be empty")
+    """What to serve: `demo` (a small chat model, fetched once), a directory with safetensors and tokenizer.json, a hub
+    id such as `HuggingFaceTB/SmolLM2-135M-Instruct`, a `.gguf` file, or `scripted` (no weights: a hash of the tokens,
+    for tests and client authors)."""
+
+    served_model_name: tuple[str, ...] = setting(
+        (), topic=MODEL, read=read_words, rule=_names_rule, metavar="NAME", many=True
+    )
+    """Names that requests may use; the first is preferred. Default: the model's own name."""
+
+    dtype: str = setting("auto", topic=MODEL, read=read_text, rule=one_of("auto", "float32", "bfloat16", "float16"))
+    """Type of weights and activations: auto, float32, bfloat16, float16. auto: what the checkpoint was saved in."""
+
+    max_model_len: int = setting(0, topic=MODEL, read=read_whole, rule=at_least(0), metavar="TOKENS")
+    """Prompt and output of one request together, tokens. 0: what the model was trained for."""
+
+    seed: int | None = setting(None, topic=MODEL, read=read_optional_whole, rule=at_least(0, at_most=2**64 - 1))
+    """Where the seeds of requests that bring none are drawn from. Default none: drawn from the system, so that two
+    servers never repeat each other."""
+
+    batch_invariant: bool = setting(False, topic=MODEL, read=read_switch)
+    """Compute every row with the same operations whatever the rest of the batch is, so that outputs are reproducible to
+    the bit in float32. Off by default: it costs speed."""
+
+    enforce_eager: bool = setting(False, topic=MODEL, read=read_switch)
+    """Compile and capture nothing: a quicker start for slower steps."""
+
+    listen: str = setting("127.0.0.1:50051", topic=SERVER, read=read_text, rule=_listen_rule, metavar="ADDRESS")
+    """Where clients connect: HOST:PORT or unix:PATH; port 0 takes a free one. Loopback by default, since there is no
+    authentication on this port."""
+
+    max_message_bytes: int = setting(4 * 2**20, topic=SERVER, read=read_size, rule=at_least(2**16, at_most=2**30))
+    """Largest message a client may send. 4 MiB holds a million token ids, and is what gRPC clients allow by default."""
+
+    max_num_waiting: int = setting(1024, topic=SERVER, read=read_whole, rule=at_least(1), metavar="REQUESTS")
+    """Requests that may wait for a place in the batch; more are refused with RESOURCE_EXHAUSTED and a time to come
+    back. Some batches deep: who waits longer is better served elsewhere."""
+
+    drain_timeout_s: float = setting(30.0, topic=SERVER, read=read_number, rule=at_least(0), metavar="SECONDS")
+    """How long SIGTERM lets requests finish before they end with reason abort. Keep it below the pod's grace."""
+
+    max_num_seqs: int = setting(0, topic=BATCH, read=read_whole, rule=at_least(0, at_most=65536), metavar="ROWS")
+    """Rows in the batch: samples computed together. 0: 256 on a GPU, 64 on a CPU, where more rows add little
+    throughput and much latency."""
+
+    max_num_batched_tokens: int = setting(0, topic=BATCH, read=read_whole, rule=at_least(0), metavar="TOKENS")
+    """Token budget of one step; longer prompts are computed in chunks. 0: 2048 on a GPU, 512 on a CPU, which keeps the
+    pause that a long prompt puts between two tokens of the others under a second."""
+
+    max_steps_in_flight: int = setting(2, topic=BATCH, read=read_whole, rule=at_least(1, at_most=16), metavar="STEPS")
+    """Steps planned ahead of the device. 1: lock step; 2: hides the host behind the device; more hides a network."""
+
+    block_size: int = setting(16, topic=CACHE, read=read_whole, rule=at_least(1, at_most=1024), metavar="TOKENS")
+    """Tokens in one KV block. Smaller shares more of a prefix, larger means shorter tables."""
+
+    num_kv_blocks: int = setting(0, topic=CACHE, read=read_whole, rule=at_least(0), metavar="BLOCKS")
+    """KV blocks, the null block included. 0: as many as the memory holds."""
+
+    kv_cache_memory_bytes: int = setting(
+        0, topic=CACHE, read=read_size, rule=at_least(0), flag="--kv-cache-memory", metavar="SIZE"
+    )
+    """Memory for KV blocks on each worker, such as 2GiB. 0: what profiling finds free."""
+
+    gpu_memory_utilization: float = setting(
+        0.9, topic=CACHE, read=read_number, rule=above(0, at_most=1), metavar="SHARE"
+    )
+    """Share of the device's memory (on a CPU: of the memory that is available) that a worker may take in all."""
+
+    enable_prefix_caching: bool = setting(True, topic=CACHE, read=read_switch)
+    """Reuse the KV blocks of a prefix that an earlier request computed."""
+
+    tensor_parallel_size: int = setting(1, topic=GROUP, read=read_whole, rule=_ranks_rule, metavar="RANKS")
+    """Workers that share each layer."""
+
+    executor: str = setting("auto", topic=GROUP, read=read_text, rule=_executor_rule)
+    """Where workers live: uni (in this process), mp (child processes), auto. auto: mp for a real model, so that a
+    worker that computes or crashes does not stop the front, uni for the scripted one."""
+
+    device: str = setting("auto", topic=GROUP, read=read_text, rule=one_of("auto", "cpu", "cuda"))
+    """What computes: cpu, cuda, auto. auto: cuda where an NVIDIA driver is present."""
+
+    heartbeat_timeout_s: float = setting(5.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    """A worker not heard for so long on one of its connections is lost. Well above the pauses of a busy host."""
+
+    lease_s: float = setting(3.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    """Silence of its owner after which a worker may be granted to another control plane."""
+
+    step_timeout_s: float = setting(10.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    """How long one step may take, on top of its profiled cost, before the group counts as stuck."""
+
+    report_interval_s: float = setting(0.1, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    """Between reports of a worker, and heartbeats to it, while steps are outstanding."""
+
+    idle_report_interval_s: float = setting(1.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    """The same while nothing runs."""
+
+    startup_timeout_s: float = setting(600.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    """How long each stage of forming a group may take; loading a large model from a slow disk sets the size."""
+
+    log_level: str = setting("info", topic=LOGGING, read=read_text, rule=one_of("debug", "info", "warning", "error"))
+    """Least severity that is logged: debug (one line a step), info (one a request), warning, error."""
+
+    log_format: str = setting("auto", topic=LOGGING, read=read_text, rule=one_of("auto", "console", "json"))
+    """auto, console or json. auto: console on a terminal, JSON on a pipe."""
+
+    def __post_init__(self) -> None:
+        faults = broken_rules(self) or _contradictions(self)
+        if faults:
+            raise ConfigurationError(faults)
+
+    @property
+    def is_scripted(self) -> bool:
+        """Whether the model is the scripted one, which needs neither weights nor torch."""
+        return self.model == "scripted" or self.model.startswith("scripted:")
+
+
+def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
+    """Find values that are fine alone and not together."""
+    faults: list[Fault] = []
+    if config.num_kv_blocks == 1:
+        faults.append(("num_kv_blocks", 1, "must be at least 2: block 0 takes padding writes"))
+    if config.num_kv_blocks and config.kv_cache_memory_bytes:
+        faults.append(
+            ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, "must not be set together with num_kv_blocks")
+        )
+    if 0 < config.max_num_batched_tokens < config.max_num_seqs:
+        faults.append(
+            (
+                "max_num_batched_tokens",
+                config.max_num_batched_tokens,
+                f"must be at least max_num_seqs={config.max_num_seqs}: every decoding row takes one token of a step",
+            )
+        )
+    for name in ("heartbeat_timeout_s", "lease_s"):
+        # Two lost reports in a row must not look like a death.
+        least = 2 * max(config.report_interval_s, config.idle_report_interval_s)
+        if getattr(config, name) < least:
+            faults.append((name, getattr(config, name), f"must be at least twice the report intervals, {least:g}"))
+    return faults
+
+
+def load_config(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> ControlPlaneConfig:
+    """Resolve flag > environment (MANIPLE_*) > default.
+
+    Args:
+        flags: the text of the flags that were given, by field name.
+        environ: the process's environment.
+    Raises:
+        ConfigurationError: with every fault that can be found without starting anything.
+    """
+    values, faults = read_settings(ControlPlaneConfig, flags, environ)
+    unreadable = {field for field, _, _ in faults}
+    try:
+        config = ControlPlaneConfig(**values)
+    except ConfigurationError as error:
+        # An unreadable value has its default by now, so that a contradiction with it would be no news.
+        faults += [fault for fault in error.faults if fault[0] not in unreadable]
+    if "model" not in unreadable:
+        faults += model_faults(values.get("model", "demo"))
+    if faults:
+        raise ConfigurationError(faults)
+    return config
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def model_faults(model: str) -> list[Fault]:
+    """Say what is wrong with a model's name before anything is fetched or opened."""
+    if not model or model == "demo" or model == "scripted" or model.startswith("scripted:"):
+        return []
+    looks_like_path = model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            return [("model", model, "is a directory without config.json")]
+        if not any(path.glob("*.safetensors")):
+            return [("model", model, "is a directory without *.safetensors")]
+        return []
+    if path.is_file():
+        return [] if path.suffix == ".gguf" else [("model", model, "is a file, but not a .gguf file")]
+    if looks_like_path:
+        return [("model", model, "does not exist")]
+    if not _HUB_ID.fullmatch(model):
+        return [("model", model, "is neither a path that exists nor a hub id such as owner/name")]
+    return []
+
+
+def gpu_is_present() -> bool:
+    """Ask whether an NVIDIA driver is loaded, without torch."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def resolve_auto(config: ControlPlaneConfig, *, has_gpu: bool, on_terminal: bool) -> ControlPlaneConfig:
+    """Replace what was left to the server by what it chose, and log it.
+
+    ``dtype``, ``max_model_len`` and the number of blocks stay open: a worker resolves them from the checkpoint and its
+    memory.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cuda" if has_gpu and not config.is_scripted else "cpu"
+    on_gpu = device == "cuda"
+    executor = config.executor
+    if executor == "auto":
+        executor = "uni" if config.is_scripted else "mp"
+    max_num_seqs = config.max_num_seqs or (256 if on_gpu else 64)
+    if config.max_num_batched_tokens and not config.max_num_seqs:
+        max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)
+    resolved = dataclasses.replace(
+        config,
+        device=device,
+        executor=executor,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or max(max_num_seqs, 2048 if on_gpu else 512),
+        served_model_name=config.served_model_name or (_own_name(config.model),),
+        log_format=config.log_format if config.log_format != "auto" else ("console" if on_terminal else "json"),
+    )
+    chosen = {
+        one.name: getattr(resolved, one.name)
+        for one in dataclasses.fields(config)
+        if getattr(resolved, one.name) != getattr(config, one.name)
+    }
+    if chosen:
+        log.info("config.resolved", **chosen)
+    return resolved
+
+
+def _own_name(model: str) -> str:
+    if model.startswith("scripted"):
+        return "scripted"
+    path = Path(model).expanduser()
+    if path.exists():
+        return path.resolve().name.removesuffix(".gguf")
+    return model
