@@ -1,4 +1,4 @@
-"""What a server tells the terminal it was started from, while it comes up and goes down. Logs say it in their own way."""
+"""What a server tells the terminal it was started from, while it comes up and goes down. Logs tell it their own way."""
 
 from __future__ import annotations
 

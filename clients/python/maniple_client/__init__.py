@@ -1,0 +1,64 @@
+"""Talk to a Maniple server: ``Client`` for synchronous programs, ``AsyncClient`` for asyncio.
+
+Needs grpc, the generated messages and nothing else of the server.
+"""
+
+from maniple_client.aio import AsyncClient, AsyncGenerationStream
+from maniple_client.channel import DEFAULT_ADDRESS
+from maniple_client.client import Client, GenerationStream
+from maniple_client.errors import (
+    Aborted,
+    AlreadyExists,
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    FieldViolation,
+    InternalError,
+    InvalidArgument,
+    ManipleError,
+    NotBuilt,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    TransportLost,
+    Unauthenticated,
+    Unavailable,
+    WrongState,
+)
+from maniple_client.events import Chunk, Done, Event, Finished, Sample, Started, Transcript
+from maniple_client.requests import Message, Options, Sampling
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "Aborted",
+    "AlreadyExists",
+    "AsyncClient",
+    "AsyncGenerationStream",
+    "Cancelled",
+    "Chunk",
+    "Client",
+    "DataLoss",
+    "DeadlineExceeded",
+    "Done",
+    "Event",
+    "FieldViolation",
+    "Finished",
+    "GenerationStream",
+    "InternalError",
+    "InvalidArgument",
+    "ManipleError",
+    "Message",
+    "NotBuilt",
+    "NotFound",
+    "Options",
+    "Overloaded",
+    "PermissionDenied",
+    "Sample",
+    "Sampling",
+    "Started",
+    "Transcript",
+    "TransportLost",
+    "Unauthenticated",
+    "Unavailable",
+    "WrongState",
+]

@@ -1,0 +1,191 @@
+"""The client for asyncio programs. The same calls as ``Client``, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Self, Unpack
+
+import grpc
+import grpc.aio
+
+from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from maniple_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
+from maniple_client.client import _CALL_TIMEOUT_S, _richer
+from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error
+from maniple_client.events import Event, Transcript, event_of
+from maniple_client.requests import Messages, Options, generate_request, tokenize_request
+
+
+class AsyncGenerationStream:
+    """The events of one generation. Iterate it, or await ``text()``; leaving its ``async with`` block cancels.
+
+    Attributes:
+        transcript: what has come so far, per sample; complete once the iteration ended.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.transcript = Transcript()
+        self._events = self._read()
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        return await anext(self._events)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def request_id(self) -> str:
+        """The id, once the first event came."""
+        return self.transcript.started.request_id if self.transcript.started else ""
+
+    async def text(self, index: int = 0) -> str:
+        """Read to the end and return the text of one sample."""
+        async for _ in self:
+            pass
+        return self.transcript.samples[index].text if index in self.transcript.samples else ""
+
+    def close(self) -> None:
+        """Cancel if it still runs: the server frees what it held within a step. Safe to call twice."""
+        self._call.cancel()
+
+    async def _read(self) -> AsyncIterator[Event]:
+        in_band: ManipleError | None = None
+        try:
+            async for response in self._call:
+                if response.WhichOneof("event") == "error":
+                    in_band = from_stream_error(response.error)
+                elif (event := event_of(response)) is not None:
+                    self.transcript.add(event)
+                    yield event
+        except grpc.RpcError as error:
+            raise _richer(in_band, from_rpc_error(error)) from error
+        if in_band is not None:
+            raise in_band
+
+
+class AsyncClient:
+    """A connection to one server, bound to the event loop it is made in.
+
+    Example:
+        >>> async with AsyncClient("127.0.0.1:50051") as client:
+        ...     async for event in client.generate(prompt="Once upon a time", max_tokens=64):
+        ...         ...
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        channel: grpc.aio.Channel | None = None,
+    ) -> None:
+        """Connect lazily to HOST:PORT or unix:PATH, in plaintext unless ``credentials`` are given."""
+        if channel is not None:
+            self._channel = channel
+        elif credentials is not None:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection; what still streams is cancelled."""
+        await self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Iterable[int] | None = None,
+        messages: Messages | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGenerationStream:
+        """Start a generation from text, token ids or a conversation. Arguments as ``Client.generate``."""
+        request = generate_request(prompt, token_ids, messages, options)
+        return AsyncGenerationStream(self._inference.Generate(request, timeout=timeout_s))
+
+    async def abort(self, request_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
+        """End a request; its stream ends with reason abort. Return whether it was running."""
+        answer = await self._unary(self._inference.Abort, inference_pb2.AbortRequest(request_id=request_id), timeout_s)
+        return bool(answer.was_running)
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Messages | None = None,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> list[int]:
+        """Return the token ids of a text or of a conversation."""
+        request = tokenize_request(text, messages, model, add_special_tokens)
+        return list((await self._unary(self._inference.Tokenize, request, timeout_s)).token_ids)
+
+    async def detokenize(
+        self,
+        token_ids: Iterable[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool | None = None,
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> str:
+        """Return the text of token ids."""
+        request = inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        return str((await self._unary(self._inference.Detokenize, request, timeout_s)).text)
+
+    async def get_model(self, model: str = "", *, timeout_s: float = _CALL_TIMEOUT_S) -> inference_pb2.GetModelResponse:
+        """Return what is served, and its limits."""
+        answer: inference_pb2.GetModelResponse = await self._unary(
+            self._inference.GetModel, inference_pb2.GetModelRequest(model=model), timeout_s
+        )
+        return answer
+
+    async def status(self, *, timeout_s: float = _CALL_TIMEOUT_S) -> admin_pb2.GetStatusResponse:
+        """Return what the server is doing."""
+        answer: admin_pb2.GetStatusResponse = await self._unary(
+            self._admin.GetStatus, admin_pb2.GetStatusRequest(), timeout_s
+        )
+        return answer
+
+    async def wait_until_ready(self, *, timeout_s: float, poll_s: float = 0.1) -> admin_pb2.GetStatusResponse:
+        """Wait until the server accepts requests. Raises the last error when ``timeout_s`` has passed."""
+        end = time.monotonic() + timeout_s
+        while True:
+            left_s = end - time.monotonic()
+            try:
+                status = await self.status(timeout_s=max(0.1, min(left_s, 2.0)))
+                if status.ready:
+                    return status
+                last = ManipleError(grpc.StatusCode.UNAVAILABLE, status.not_ready_reason or "not ready")
+            except ManipleError as error:
+                last = error
+            if left_s <= 0:
+                raise last
+            await asyncio.sleep(poll_s)
+
+    @staticmethod
+    async def _unary(method: Any, request: Any, timeout_s: float) -> Any:
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error

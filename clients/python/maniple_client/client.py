@@ -1,0 +1,203 @@
+"""The client for synchronous programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from maniple_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
+from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error
+from maniple_client.events import Event, Transcript, event_of
+from maniple_client.requests import Messages, Options, generate_request, tokenize_request
+
+_CALL_TIMEOUT_S = 30.0
+_Answer = TypeVar("_Answer")
+
+
+class GenerationStream:
+    """The events of one generation. Iterate it, or take ``text()``; leaving its ``with`` block cancels what still runs.
+
+    Attributes:
+        transcript: what has come so far, per sample; complete once the iteration ended.
+    """
+
+    def __init__(self, call: Any) -> None:
+        # grpc's stubs do not say that a response-streaming call is both an iterator and an RpcContext.
+        self._call = call
+        self.transcript = Transcript()
+        self._events = self._read()
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def request_id(self) -> str:
+        """The id, once the first event came."""
+        return self.transcript.started.request_id if self.transcript.started else ""
+
+    def text(self, index: int = 0) -> str:
+        """Read to the end and return the text of one sample."""
+        for _ in self:
+            pass
+        return self.transcript.samples[index].text if index in self.transcript.samples else ""
+
+    def close(self) -> None:
+        """Cancel if it still runs: the server frees what it held within a step. Safe to call twice."""
+        self._call.cancel()
+
+    def _read(self) -> Iterator[Event]:
+        in_band: ManipleError | None = None
+        try:
+            for response in self._call:
+                if response.WhichOneof("event") == "error":
+                    in_band = from_stream_error(response.error)
+                elif (event := event_of(response)) is not None:
+                    self.transcript.add(event)
+                    yield event
+        except grpc.RpcError as error:
+            raise _richer(in_band, from_rpc_error(error)) from error
+        if in_band is not None:
+            raise in_band
+
+
+def _richer(in_band: ManipleError | None, status: ManipleError) -> ManipleError:
+    """Prefer the status, which has all details, unless something on the way replaced it."""
+    return in_band if in_band is not None and in_band.reason != status.reason else status
+
+
+class Client:
+    """A connection to one server. Safe to use from several threads.
+
+    Example:
+        >>> with Client("127.0.0.1:50051") as client:
+        ...     for event in client.generate(messages=[{"role": "user", "content": "Why is the sky blue?"}]):
+        ...         ...
+        ...     client.generate(prompt="Once upon a time", max_tokens=64, temperature=0.7).text()
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        channel: grpc.Channel | None = None,
+    ) -> None:
+        """Connect lazily to HOST:PORT or unix:PATH, in plaintext unless ``credentials`` are given."""
+        if channel is not None:
+            self._channel = channel
+        elif credentials is not None:
+            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection; what still streams is cancelled."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Iterable[int] | None = None,
+        messages: Messages | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> GenerationStream:
+        """Start a generation from text, token ids or a conversation.
+
+        Args:
+            prompt: text to continue.
+            token_ids: ids to continue, as they are.
+            messages: a conversation, which the model's chat template turns into a prompt.
+            timeout_s: the deadline; the server stops computing when it passes.
+            options: how to sample, and how the server treats the request.
+        """
+        request = generate_request(prompt, token_ids, messages, options)
+        return GenerationStream(self._inference.Generate(request, timeout=timeout_s))
+
+    def abort(self, request_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
+        """End a request; its stream ends with reason abort. Return whether it was running."""
+        request = inference_pb2.AbortRequest(request_id=request_id)
+        return self._unary(self._inference.Abort, request, timeout_s).was_running
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Messages | None = None,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> list[int]:
+        """Return the token ids of a text or of a conversation."""
+        request = tokenize_request(text, messages, model, add_special_tokens)
+        return list(self._unary(self._inference.Tokenize, request, timeout_s).token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Iterable[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool | None = None,
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> str:
+        """Return the text of token ids."""
+        request = inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        return self._unary(self._inference.Detokenize, request, timeout_s).text
+
+    def get_model(self, model: str = "", *, timeout_s: float = _CALL_TIMEOUT_S) -> inference_pb2.GetModelResponse:
+        """Return what is served, and its limits."""
+        return self._unary(self._inference.GetModel, inference_pb2.GetModelRequest(model=model), timeout_s)
+
+    def status(self, *, timeout_s: float = _CALL_TIMEOUT_S) -> admin_pb2.GetStatusResponse:
+        """Return what the server is doing."""
+        return self._unary(self._admin.GetStatus, admin_pb2.GetStatusRequest(), timeout_s)
+
+    def wait_until_ready(self, *, timeout_s: float, poll_s: float = 0.1) -> admin_pb2.GetStatusResponse:
+        """Wait until the server accepts requests. Raises the last error when ``timeout_s`` has passed."""
+        end = time.monotonic() + timeout_s
+        while True:
+            left_s = end - time.monotonic()
+            try:
+                status = self.status(timeout_s=max(0.1, min(left_s, 2.0)))
+                if status.ready:
+                    return status
+                last = ManipleError(grpc.StatusCode.UNAVAILABLE, status.not_ready_reason or "not ready")
+            except ManipleError as error:
+                last = error
+            if left_s <= 0:
+                raise last
+            time.sleep(poll_s)
+
+    @staticmethod
+    def _unary(method: Callable[..., _Answer], request: Any, timeout_s: float) -> _Answer:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error

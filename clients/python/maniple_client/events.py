@@ -1,0 +1,141 @@
+"""What a generation yields, and what is kept of it while it streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from maniple.v1 import inference_pb2
+
+FinishReason = Literal["stop", "length", "abort", "unknown"]
+_REASONS: dict[int, FinishReason] = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_ABORT: "abort",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The request entered the batch. ``resume_token`` takes it up again after a broken stream."""
+
+    request_id: str
+    resume_token: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """New output of one sample. Text may lag behind ids, while a character or a stop string is incomplete."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """One sample ended. ``token_ids`` and ``text`` are the whole output with ``only_final``, else empty."""
+
+    index: int
+    reason: FinishReason
+    num_output_tokens: int
+    matched_stop: str | None
+    matched_token_id: int | None
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """All samples ended; the last event of a good stream. Times are the server's, in seconds from arrival."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    time_to_first_token_s: float
+    duration_s: float
+
+
+Event = Started | Chunk | Finished | Done
+
+
+def event_of(response: inference_pb2.GenerateResponse) -> Event | None:
+    """Return the event in a message; None for the error event and for what a newer server may send."""
+    kind = response.WhichOneof("event")
+    if kind == "chunk":
+        return Chunk(index=response.chunk.index, token_ids=tuple(response.chunk.token_ids), text=response.chunk.text)
+    if kind == "started":
+        started = response.started
+        return Started(
+            request_id=started.request_id,
+            resume_token=started.resume_token,
+            num_prompt_tokens=started.num_prompt_tokens,
+            num_cached_tokens=started.num_cached_tokens,
+        )
+    if kind == "finished":
+        finished = response.finished
+        matched = finished.WhichOneof("matched")
+        return Finished(
+            index=finished.index,
+            reason=_REASONS.get(finished.reason, "unknown"),
+            num_output_tokens=finished.num_output_tokens,
+            matched_stop=finished.matched_stop if matched == "matched_stop" else None,
+            matched_token_id=finished.matched_token_id if matched == "matched_token_id" else None,
+            token_ids=tuple(finished.token_ids),
+            text=finished.text,
+        )
+    if kind == "done":
+        done = response.done
+        return Done(
+            num_prompt_tokens=done.num_prompt_tokens,
+            num_cached_tokens=done.num_cached_tokens,
+            num_output_tokens=done.num_output_tokens,
+            time_to_first_token_s=done.time_to_first_token_s,
+            duration_s=done.duration_s,
+        )
+    return None
+
+
+@dataclass(slots=True)
+class Sample:
+    """What has come of one sample so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+
+
+@dataclass(slots=True)
+class Transcript:
+    """All that a stream has brought so far. A broken stream is resumed from here: ids and bytes of text per sample."""
+
+    started: Started | None = None
+    samples: dict[int, Sample] = field(default_factory=dict)
+    done: Done | None = None
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Chunk():
+                sample = self.samples.setdefault(event.index, Sample())
+                sample.text += event.text
+                sample.token_ids += event.token_ids
+            case Finished():
+                sample = self.samples.setdefault(event.index, Sample())
+                sample.finished = event
+                sample.text += event.text
+                sample.token_ids += event.token_ids
+            case Started():
+                self.started = event
+            case Done():
+                self.done = event
+
+    def cursors(self) -> list[inference_pb2.ResumeRequest.Cursor]:
+        """Return what ``Resume`` needs to know of what is here already."""
+        return [
+            inference_pb2.ResumeRequest.Cursor(
+                index=index, num_tokens=len(sample.token_ids), num_text_bytes=len(sample.text.encode())
+            )
+            for index, sample in sorted(self.samples.items())
+        ]
