@@ -1,0 +1,7 @@
+"""What Join negotiates: versions of the worker protocol and names of optional features (PROTOCOL B10)."""
+
+MIN_PROTOCOL_VERSION = 1
+MAX_PROTOCOL_VERSION = 1
+
+# The rank serves everything RowSampling can say. Without it: greedy, seeded draws without filters, and forced output.
+FEATURE_FULL_SAMPLING = "full_sampling"

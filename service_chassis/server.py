@@ -1,0 +1,108 @@
+"""Start a gRPC server the way both services do: options that survive proxies, limits that clients understand."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from service_chassis.errors import ConfigurationError
+from service_chassis.interceptors import error_interceptors
+
+ChannelOptions = list[tuple[str, int]]
+
+# Meanings, and what happens without each, are in DESIGN section 10: clients and proxies ping, silent requests live.
+_KEEPALIVE: ChannelOptions = [
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+def server_options(max_message_bytes: int) -> ChannelOptions:
+    """Return the options of every server of ours.
+
+    The transport's own limit lies well above ours: a message over it ends in a RESOURCE_EXHAUSTED that gateways retry
+    and that names no rule. Up to it, the interceptors' deserializers answer INVALID_ARGUMENT with the limit in words.
+    It is not unlimited, so that one call cannot fill memory.
+    """
+    return [
+        *_KEEPALIVE,
+        ("grpc.max_receive_message_length", max(4 * max_message_bytes, 64 << 20)),
+        ("grpc.max_send_message_length", -1),
+        # Two servers on one port would each get some of the connections. A port in use must be an error.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel_options(max_message_bytes: int) -> ChannelOptions:
+    """Return the options of a channel to a server of ours, with a TCP connection of its own."""
+    return [
+        ("grpc.use_local_subchannel_pool", 1),  # channels with equal arguments would share one connection
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+    ]
+
+
+def make_server(
+    max_message_bytes: int, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> grpc.aio.Server:
+    """Return a server with our options and error interceptors; ``interceptors`` run inside those."""
+    return grpc.aio.server(
+        interceptors=[*error_interceptors(max_message_bytes), *interceptors],
+        options=server_options(max_message_bytes),
+    )
+
+
+def bind(server: grpc.aio.Server | grpc.Server, address: str, field: str = "--listen") -> str:
+    """Bind ``address`` ("host:port", port 0 for any, or "unix:path") and return it with the port that was given.
+
+    Raises:
+        ConfigurationError: the address cannot be bound, with the reason as a sentence.
+    """
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigurationError([(field, address, _bind_failure(address))]) from error
+    if address.startswith("unix:"):
+        return address
+    host, _, _ = address.rpartition(":")
+    return f"{host}:{port}"
+
+
+def _bind_failure(address: str) -> str:
+    """Say why grpc could not bind. It does not say itself, so the plain bind is tried again."""
+    if address.startswith("unix:"):
+        return _unix_bind_failure(Path(address.removeprefix("unix:")))
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (ValueError, OSError) as error:
+        return f"cannot be resolved: {error}"
+    family, kind, _, _, where = found[0]
+    with socket.socket(family, kind) as probe:
+        try:
+            probe.bind(where)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"port {port} is in use by another process"
+            return f"cannot be bound: {os.strerror(error.errno or 0)}"
+    return "cannot be bound"
+
+
+def _unix_bind_failure(path: Path) -> str:
+    longest = 107  # sun_path, less its terminating zero
+    if len(os.fsencode(path)) > longest:
+        return f"a socket's path may have at most {longest} bytes"
+    if not path.parent.is_dir():
+        return f"the directory {path.parent} does not exist"
+    if not os.access(path.parent, os.W_OK):
+        return f"the directory {path.parent} is not writable"
+    if path.exists() and not path.is_socket():
+        return "a file that is no socket is in the way"
+    return "the socket is in use by another process"

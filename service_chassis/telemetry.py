@@ -1,0 +1,64 @@
+"""Log to standard error: JSON on a pipe, colours on a terminal; the standard library's loggers speak the same form.
+
+Events are literals of the form ``noun.past_verb``, facts are keys. Prompts and outputs are never logged: no caller
+passes them, and tracebacks are rendered without local variables.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal, TextIO, cast
+
+import structlog
+from structlog.typing import FilteringBoundLogger, Processor
+
+LogFormat = Literal["auto", "json", "console"]
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("auto", "json", "console")
+
+
+def configure_logging(level: str = "info", log_format: LogFormat = "auto", *, stream: TextIO | None = None) -> None:
+    """Set up logging for this process. The last call wins.
+
+    Args:
+        level: one of LOG_LEVELS; per-step lines exist at debug only.
+        log_format: "auto" is colours where ``stream`` is a terminal and JSON elsewhere.
+        stream: default standard error, so that standard output stays free for what a command answers.
+    """
+    stream = stream or sys.stderr
+    console = log_format == "console" or (log_format == "auto" and stream.isatty())
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if console else "iso", utc=not console),
+    ]
+    final: list[Processor]
+    if console:
+        plain = structlog.dev.plain_traceback  # the default renderer would print local variables, prompts among them
+        final = [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
+    else:
+        final = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    number = logging.getLevelNamesMapping()[level.upper()]
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    # Other people's libraries are quieter than we are: their debug lines may hold request bodies.
+    root.setLevel(max(number, logging.WARNING))
+    logging.getLogger("maniple").setLevel(number)
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=lambda *args: logging.getLogger(args[0] if args else "maniple"),
+        cache_logger_on_first_use=False,
+    )
+
+
+def get_logger(**facts: object) -> FilteringBoundLogger:
+    """Return a logger that adds ``facts`` to every event."""
+    return cast(FilteringBoundLogger, structlog.get_logger("maniple", **facts))
