@@ -1,7 +1,7 @@
 """Turn a failed call into an exception that says what to do about it.
 
 The server's statuses carry google.rpc details: a reason of the one table (ErrorInfo), when to come again (RetryInfo),
-which field broke which rule (BadRequest). Streams repeat the error in band, since transcoders and proxies lose trailers.
+which field broke which rule (BadRequest). Streams repeat the error in band, since transcoders lose trailers.
 """
 
 from __future__ import annotations

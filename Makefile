@@ -1,0 +1,74 @@
+# Every target sets up what it needs: a virtual environment in .venv, made once and remade when its inputs change.
+#
+#   make demo     fetch the demo model once, serve it, ask one question, stream the answer
+#   make test     the whole test suite
+#   make serve    serve the demo model on 127.0.0.1:50051 until Ctrl-C
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.maniple-installed
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+# With an NVIDIA driver the newest torch that fits is taken, with its CUDA libraries; without one a pinned build.
+comma := ,
+HAS_GPU := $(wildcard /dev/nvidiactl)
+EXTRAS := dev$(if $(HAS_GPU),$(comma)cuda)
+CONSTRAINTS := $(if $(HAS_GPU),,-c constraints-cpu.txt)
+
+MODEL ?= demo
+LISTEN ?= 127.0.0.1:50051
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: help demo test serve setup lint gen check-gen breaking bench-serve bench-steps clean
+
+help: ## say what there is
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+setup: $(STAMP) ## make .venv and install everything into it
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@test -n "$(PYTHON)" || { echo "Maniple needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version), once. This takes some minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP) ## serve the demo model, ask one question, stream the answer, stop
+	@$(BIN)/maniple demo --model $(MODEL)
+
+serve: $(STAMP) ## serve MODEL (demo) on LISTEN (127.0.0.1:50051) in the foreground
+	@$(BIN)/maniple serve --model $(MODEL) --listen $(LISTEN)
+
+test: $(STAMP) ## run the whole test suite; PYTEST_ARGS="-k name" for a part
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) check-gen ## ruff, mypy --strict, import-linter, buf lint, drift of gen/
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+
+gen: $(STAMP) ## generate gen/ from protos/
+	@$(BIN)/python scripts/generate.py
+
+check-gen: $(STAMP) ## fail if gen/ is not what protos/ give
+	@$(BIN)/python scripts/generate.py --check 2>/dev/null
+
+breaking: $(STAMP) ## fail if protos/ break clients of AGAINST (default: the branch main)
+	$(BIN)/buf breaking protos --against '.git#ref=$(or $(AGAINST),main),subdir=protos'
+
+bench-serve: $(STAMP) ## latency and throughput of a server; BENCH_ARGS, see bench/README.md
+	@$(BIN)/python bench/serve.py $(BENCH_ARGS)
+
+bench-steps: $(STAMP) ## the cost of one steady step; BENCH_ARGS, see bench/README.md
+	@$(BIN)/python bench/steps.py $(BENCH_ARGS)
+
+clean: ## remove .venv and caches (not the fetched models)
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache ./*.egg-info
