@@ -1,0 +1,115 @@
+"""What one step does, as plain values: the scheduler's decision, and what comes back of it.
+
+A plan is complete: whoever encodes it needs no look at the scheduler. Order of application as in PROTOCOL B: finished,
+preempted, block copies, new rows, changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from control_plane.scheduling.request import FinishReason, Request, Sample
+from service_chassis.ids import BlockId, ReqIndex, RowKey, Step
+
+
+class PlanMode(Enum):
+    """What the ranks do with a step."""
+
+    RUN = 1  # one forward pass; answered by a result
+    APPLY_ONLY = 2  # bookkeeping; acknowledged as accepted
+
+
+@dataclass(frozen=True, slots=True)
+class RowEnd:
+    """A row leaves."""
+
+    req_index: ReqIndex
+    reason: FinishReason
+    num_tokens: int  # prompt and output that count
+    num_computed_tokens: int  # its computed count, planned steps included: what its digest held
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoss:
+    """A row loses its blocks and keeps its tokens."""
+
+    req_index: ReqIndex
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    src: BlockId
+    dst: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A row enters, with the blocks of its whole prefill."""
+
+    req_index: ReqIndex
+    row_key: RowKey
+    sample: Sample
+    fork_of: ReqIndex | None  # set: its tokens are the first `num_prefill_tokens` of that row's
+    token_ids: tuple[int, ...]  # empty with `fork_of`
+    num_computed_tokens: int
+    num_prefill_tokens: int
+    num_scheduled_tokens: int
+    block_ids: tuple[BlockId, ...]
+    deadline_ms: int  # 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class RowChange:
+    """A row is mentioned. At most one of ``append`` and ``replace`` is not empty."""
+
+    req_index: ReqIndex
+    num_scheduled_tokens: int | None = None  # None: as if it were not mentioned; 0: pause
+    append: tuple[BlockId, ...] = ()
+    replace: tuple[BlockId, ...] = ()  # a preempted row comes back; the two counts below are set
+    num_computed_tokens: int = 0
+    num_prefill_tokens: int = 0
+    turns_decode: bool = False  # from the next step on it advances unmentioned
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Everything in it is as it was when planned and stays so; ``samples`` themselves live on."""
+
+    step: Step
+    mode: PlanMode
+    num_tokens: int  # scheduled over all rows
+    finished: tuple[RowEnd, ...]
+    preempted: tuple[RowLoss, ...]
+    block_copies: tuple[BlockCopy, ...]
+    new_rows: tuple[NewRow, ...]
+    changes: tuple[RowChange, ...]
+    rows: tuple[ReqIndex, ...]  # rows that sample, ascending; shared between steps while nothing changes
+    samples: tuple[Sample, ...]  # who sat in `rows` when planned
+    started: tuple[Request, ...]  # requests that are in a delta for the first time
+    forget_prefix_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The result of one RUN step: one id per row that sampled, in the order of its plan's ``rows``."""
+
+    step: Step
+    token_ids: Sequence[int]
+
+
+class SampleOutput(NamedTuple):
+    """What one step gave one sample: never anything past its end."""
+
+    request: Request
+    sample_index: int
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None = None
+    matched_token_id: int | None = None  # the stop id that was sampled, with STOP
+
+
+class ResultMismatch(ValueError):
+    """A result that does not fit the plan it answers: whoever sent it has diverged."""

@@ -1,0 +1,194 @@
+"""A client's request and its samples, as the scheduler sees them.
+
+A request asks for ``n`` samples of one prompt. A sample is what occupies a row. The scheduler owns everything that
+changes here; others read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from service_chassis.ids import BlockId, ReqIndex, RequestId, RowKey
+
+# What decides who goes first: (priority, arrival, order of add, sample index); smaller goes first.
+Order = tuple[int, float, int, int]
+
+NO_ROW = ReqIndex(-1)
+
+
+class FinishReason(Enum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    DEADLINE = "deadline"
+
+
+class RefusalKind(Enum):
+    """Why a request cannot be added now, or ever."""
+
+    DUPLICATE = auto()  # the id lives
+    QUEUE_FULL = auto()  # a retry may help
+    TOO_LONG = auto()  # the prompt leaves no room for one token of output
+    NEEDS_MORE_BLOCKS = auto()  # the prompt does not fit into the whole KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The answer to a request that is not added. ``sentence`` is fit for the client."""
+
+    kind: RefusalKind
+    sentence: str
+
+
+class SampleState(Enum):
+    """Where a sample is."""
+
+    WAITING = auto()  # no row yet
+    PREFILL = auto()  # has a row and blocks; computes only when mentioned
+    DECODE = auto()  # advances by one token a step unless mentioned
+    PREEMPTED = auto()  # has a row and its tokens, no blocks
+    LEFT = auto()  # its last token is planned and its row given away; results are outstanding
+    FINISHED = auto()
+
+
+class Request:
+    """One client generation. Built by the engine, handed to ``Scheduler.add``, mutable state owned by the scheduler."""
+
+    __slots__ = (
+        "arrival",
+        "cache_namespace",
+        "deadline",
+        "max_tokens",
+        "min_tokens",
+        "n",
+        "num_cached_tokens",
+        "num_live",
+        "order",
+        "paused",
+        "payload",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "samples",
+        "skip_reading_prefix_cache",
+        "started",
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: RequestId,
+        prompt_token_ids: tuple[int, ...],
+        max_tokens: int,
+        min_tokens: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+        n: int = 1,
+        priority: int = 0,
+        arrival: float,
+        deadline: float | None = None,
+        cache_namespace: bytes = b"",
+        skip_reading_prefix_cache: bool = False,
+        payload: object = None,
+    ) -> None:
+        """Describe a request whose values a door has checked.
+
+        Args:
+            request_id: unique among the living.
+            prompt_token_ids: at least one.
+            max_tokens: output tokens of each sample at most; at least 1.
+            min_tokens: ``stop_ids`` are no stops among so many first output tokens.
+            stop_ids: end-of-text and stop ids; sampling one ends the sample.
+            n: samples, at least 1.
+            priority: lower goes first.
+            arrival: on the clock of ``deadline``; orders requests of one priority.
+            deadline: when nobody waits any more; None: never.
+            cache_namespace: only equal namespaces share blocks.
+            skip_reading_prefix_cache: compute every token of the prompt (prompt log-probabilities).
+            payload: opaque; whoever encodes the plan finds it at ``NewRow.sample.request.payload``.
+        """
+        assert prompt_token_ids and max_tokens >= 1 and n >= 1
+        self.request_id = request_id
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.max_tokens = max_tokens
+        self.min_tokens = min_tokens
+        self.stop_ids = stop_ids
+        self.n = n
+        self.priority = priority
+        self.arrival = arrival
+        self.deadline = deadline
+        self.cache_namespace = cache_namespace
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        self.payload = payload
+        self.order: Order = (priority, arrival, 0, 0)  # made unique by Scheduler.add
+        self.samples: tuple[Sample, ...] = ()  # made by Scheduler.add
+        self.num_live = 0  # samples that did not end
+        self.num_cached_tokens = 0  # prompt tokens that the first sample found in the prefix cache
+        self.started = False  # some sample was in a delta
+        self.paused = False
+
+    @property
+    def finished(self) -> bool:
+        """All samples ended."""
+        return self.num_live == 0
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r})"
+
+
+class Sample:
+    """One of the ``n`` continuations of a request."""
+
+    __slots__ = (
+        "block_ids",
+        "decode_since",
+        "due_tick",
+        "hashes",
+        "index",
+        "limit",
+        "num_prefill_tokens",
+        "num_registered",
+        "offset",
+        "order",
+        "req_index",
+        "request",
+        "resident_since",
+        "row_key",
+        "state",
+        "stop_floor",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, index: int, limit: int) -> None:
+        """Make a waiting sample that ends, at the latest, with ``limit`` known tokens."""
+        self.request = request
+        self.index = index
+        self.order: Order = (*request.order[:3], index)
+        self.state = SampleState.WAITING
+        self.token_ids = list(request.prompt_token_ids)  # known here; a decode row has more on the workers
+        self.limit = limit
+        self.stop_ids = request.stop_ids
+        self.stop_floor = len(request.prompt_token_ids) + request.min_tokens  # a stop id at or after this position stops
+        self.req_index = NO_ROW
+        self.row_key = RowKey(0)
+        self.block_ids: list[BlockId] = []
+        self.num_prefill_tokens = len(self.token_ids)
+        # Computed tokens, those of planned steps included: `offset` itself, or `offset + tick` in DECODE (see Batch).
+        self.offset = 0
+        self.due_tick = -1  # DECODE: the tick under which Batch has filed it
+        self.hashes: list[bytes] = []  # chain hashes of its full blocks of known tokens, as far as they were needed
+        self.num_registered = 0  # leading blocks of `block_ids` that the pool was told the hashes of
+        self.resident_since = 0  # step that gave it the present blocks
+        self.decode_since = 0  # step with which it turned DECODE
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known here."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    def __repr__(self) -> str:
+        return f"Sample({self.request.request_id!r}, {self.index}, {self.state.name}, row={self.req_index})"
