@@ -1,0 +1,143 @@
+"""Turn the ids of one sample into text as they come, and end it at a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from control_plane.generation import TextChoice
+from control_plane.text.stop_matcher import StopMatcher
+from control_plane.text.tokenizer import Tokenizer
+
+# Prompt tokens that are decoded first, so that the output's first space is what it is in the middle of a text.
+_CONTEXT_TOKENS = 6
+# A character has at most four bytes, a token at least one: text that stays open for longer is not an incomplete
+# character but invalid bytes, and waiting on would cost quadratic time.
+_MAX_OPEN_TOKENS = 64
+_INCOMPLETE = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a push brought.
+
+    Attributes:
+        text: new text, always whole characters.
+        matched_stop: the stop string that ended the text; nothing comes after it.
+        num_tokens: pushed ids that count: all, or up to and including the one that completed the stop string.
+    """
+
+    text: str
+    matched_stop: str | None
+    num_tokens: int
+
+
+class Detokenizer:
+    """The text side of one sample. The same ids give the same text however they are cut into pushes."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, text: TextChoice, *, prompt_token_ids: Sequence[int], min_tokens: int = 0
+    ) -> None:
+        """Begin after the prompt. A stop string completed by one of the first ``min_tokens`` ids is passed over."""
+        self._stream = _TextStream(tokenizer, prompt_token_ids, skip_special_tokens=text.skip_special_tokens)
+        self._choice = text
+        self._matcher = StopMatcher(text.stop) if text.stop else None
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""  # text that may be the beginning of a stop string
+        self._ended = False
+
+    def push(self, token_ids: Sequence[int]) -> Piece:
+        """Take the next ids of the output and return the text that is certain now."""
+        if self._ended:
+            return Piece("", None, 0)
+        if self._choice.skip_text and self._matcher is None:
+            return Piece("", None, len(token_ids))
+        parts: list[str] = []
+        for count, token_id in enumerate(token_ids, start=1):
+            self._num_tokens += 1
+            new = self._stream.step(token_id)
+            if not new:
+                continue
+            if self._matcher is None:
+                parts.append(new)
+                continue
+            certain, matched = self._search(self._matcher, new)
+            parts.append(certain)
+            if matched is not None:
+                self._ended = True
+                return Piece("".join(parts), matched, count)
+        return Piece("".join(parts), None, len(token_ids))
+
+    def flush(self) -> str:
+        """End the text: return what was held back. An incomplete character at the very end leaves nothing."""
+        if self._ended:
+            return ""
+        self._ended = True
+        if self._choice.skip_text and self._matcher is None:
+            return ""
+        return self._held + self._stream.finish()
+
+    def _search(self, matcher: StopMatcher, new: str) -> tuple[str, str | None]:
+        match = matcher.push(new, may_match=self._num_tokens > self._min_tokens)
+        text = self._held + new
+        if match is not None:
+            cut = match.end if self._choice.include_stop_str_in_output else match.begin
+            return text[: len(self._held) + cut], match.stop
+        keep = len(text) - matcher.num_held
+        self._held = text[keep:]
+        return text[:keep], None
+
+
+class _TextStream:
+    """Incremental decoding of ids without a stop rule."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = tokenizer.decode_stream(skip_special_tokens=skip_special_tokens)
+        self._settled: list[int] = []  # ids whose text was returned last: the context of the open ones
+        self._open: list[int] = []  # ids whose text was not returned yet
+        # Stepping instead of handing the ids over: a prompt that ends inside a character goes on in the output.
+        self._not_ours = ""  # text of the prompt in front of its incomplete last character
+        for token_id in prompt_token_ids[-_CONTEXT_TOKENS:]:
+            self.step(token_id)
+        self._not_ours = self._remainder().rstrip(_INCOMPLETE)
+
+    def step(self, token_id: int) -> str:
+        self._open.append(token_id)
+        try:
+            new = self._tokenizer.step(self._stream, token_id)
+        except Exception:
+            # The library gives up where a later token changes earlier text (bytes that turn out not to be UTF-8, in
+            # tokenizers with byte fallback). What was returned stays; the open ids are decoded on their own.
+            new = self._tokenizer.decode(self._open, skip_special_tokens=self._skip_special_tokens)
+            self._restart()
+        else:
+            if new is None and len(self._open) >= _MAX_OPEN_TOKENS:
+                new = self._remainder()
+                self._restart()
+        if new is None:
+            return ""
+        self._settled, self._open = self._open, []
+        return self._ours(new)
+
+    def finish(self) -> str:
+        return self._ours(self._remainder().rstrip(_INCOMPLETE))
+
+    def _ours(self, text: str) -> str:
+        ours, self._not_ours = text.removeprefix(self._not_ours), ""
+        return ours
+
+    def _remainder(self) -> str:
+        """Return the text of the open ids behind the settled ones."""
+        if not self._open:
+            return ""
+        before = self._tokenizer.decode(self._settled, skip_special_tokens=self._skip_special_tokens)
+        text = self._tokenizer.decode(self._settled + self._open, skip_special_tokens=self._skip_special_tokens)
+        return text.removeprefix(before)
+
+    def _restart(self) -> None:
+        self._stream = self._tokenizer.decode_stream(skip_special_tokens=self._skip_special_tokens)
+        for token_id in self._open[-_CONTEXT_TOKENS:]:
+            self._tokenizer.step(self._stream, token_id)

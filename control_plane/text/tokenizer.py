@@ -1,0 +1,74 @@
+"""Turn text into token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from control_plane.text.scripted_tokenizer import byte_tokenizer, vocabulary_tokenizer
+from service_chassis.errors import ConfigurationError, InvalidParameter
+
+
+class Tokenizer:
+    """A model's tokenizer. Immutable after construction; may be used from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        # A tokenizer.json may ask for truncation or padding, which are habits of training: a server that cuts a prompt
+        # without a word is wrong.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_directory(cls, path: Path) -> Tokenizer:
+        """Read ``tokenizer.json`` of a model directory. Raises ``ConfigurationError``."""
+        source = path / "tokenizer.json"
+        if not source.is_file():
+            rule = "has no tokenizer.json (transformers writes one when it saves a tokenizer)"
+            raise ConfigurationError([("model", str(path), rule)])
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(source)))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigurationError([("model", str(source), f"cannot be read as a tokenizer: {error}")]) from error
+
+    @classmethod
+    def for_scripted(cls, vocab: Sequence[str] | None = None) -> Tokenizer:
+        """Return the scripted model's byte tokenizer, or one with the given tokens, the last of which ends the text."""
+        return cls(byte_tokenizer() if vocab is None else vocabulary_tokenizer(vocab))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of ``text``, with what the model's post-processor adds (a first token, usually)."""
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:
+            # Only vocabularies without an unknown token fail here; the library names no class.
+            raise InvalidParameter("text", text, f"cannot be written in the model's vocabulary ({error})") from error
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ids; invalid bytes become U+FFFD, ids that no token has leave none."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def decode_stream(self, *, skip_special_tokens: bool = True) -> DecodeStream:
+        """Return a new incremental decoder for ``step``."""
+        return DecodeStream(skip_special_tokens=skip_special_tokens)
+
+    def step(self, stream: DecodeStream, token_id: int) -> str | None:
+        """Advance a decoder by one token; None while its text may still change. Raises what the library raises."""
+        return stream.step(self._backend, token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary writes it."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def to_json(self) -> str:
+        """Return a tokenizer.json from which anybody can build the same tokenizer."""
+        text: str = self._backend.to_str()
+        return text
