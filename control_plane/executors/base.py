@@ -1,7 +1,7 @@
 """Hide where workers live: in this process, in child processes, behind addresses, in Ray.
 
-An executor starts and reaches the ranks of one group. It decides nothing about steps, leases or health: it carries calls
-and streams, and says at once when a process is gone.
+An executor starts and reaches the ranks of one group. It decides nothing about steps, leases or health: it carries
+calls and streams, and says at once when a process is gone.
 """
 
 from __future__ import annotations
@@ -13,19 +13,11 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
+from control_plane.executors.collective import RankCallError, start_on_all
 from maniple.v1 import rank_health_pb2, worker_pb2
 from service_chassis.ids import Rank
 
-
-class RankCallError(Exception):
-    """A rank failed a call, or did not answer in time. The first failure on any rank, and which."""
-
-    def __init__(self, rank: Rank, method: str, cause: str, *, error: BaseException | None = None) -> None:
-        super().__init__(f"rank {rank}: {method}: {cause}")
-        self.rank = rank
-        self.method = method
-        self.cause = cause
-        self.error = error  # a ManipleError where the rank said which
+__all__ = ["Executor", "RankCallError", "RankExit", "StepsConnection"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +56,25 @@ class Executor(abc.ABC):
 
     world_size: int
 
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """All ranks, ascending."""
+        return tuple(Rank(index) for index in range(self.world_size))
+
     @abc.abstractmethod
-    async def start(self) -> None:
+    async def start(self, *, timeout_s: float) -> None:
         """Start or find the ranks, until each answers ``Describe``. Raises ``RankCallError`` naming a missing one."""
 
     @abc.abstractmethod
+    async def call(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> Message:
+        """Call a unary method of WorkerService on one rank.
+
+        Raises:
+            ManipleError: the rank refused with a status of the one table.
+            ConnectionError: it could not be reached, or is gone; the text says what is known.
+            TimeoutError: no answer within ``timeout_s``.
+        """
+
     def collective_rpc(
         self,
         method: str,
@@ -85,8 +91,18 @@ class Executor(abc.ABC):
             timeout_s: no rank may take longer.
             reply_ranks: ranks whose replies are returned; default all.
         Returns:
-            An awaitable of the replies in rank order. The calls are under way when this returns.
+            An awaitable of the replies in rank order. The calls are under way when this returns. It raises
+            ``RankCallError`` at the first failure on any rank, and the calls to the others are then cancelled.
         """
+        return start_on_all(
+            method,
+            {
+                rank: self.call(rank, method, request(rank) if callable(request) else request, timeout_s=timeout_s)
+                for rank in self.ranks
+            },
+            timeout_s=timeout_s,
+            reply_ranks=reply_ranks,
+        )
 
     @abc.abstractmethod
     async def open_steps(self, rank: Rank) -> StepsConnection:

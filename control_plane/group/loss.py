@@ -1,0 +1,32 @@
+"""Say how a group ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from service_chassis.ids import Rank
+
+
+class LossKind(Enum):
+    """What the requests of the group are told."""
+
+    LOST = "lost"  # a rank is gone, stuck or wrong
+    FENCED = "fenced"  # another owner holds the epoch: touch nothing
+
+
+@dataclass(frozen=True, slots=True)
+class LossReason:
+    """Why a group was lost. ``reason`` is a whole sentence that names the rank."""
+
+    rank: Rank | None
+    reason: str
+    kind: LossKind = LossKind.LOST
+
+
+class GroupNotFormed(Exception):
+    """A group could not be formed, and nothing of it is left."""
+
+    def __init__(self, loss: LossReason) -> None:
+        super().__init__(loss.reason)
+        self.loss = loss

@@ -1,0 +1,121 @@
+"""Keep the watchdog's state from what ranks say and what becomes of their processes. No tasks, no clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from control_plane.executors.base import RankExit
+from control_plane.group.digest_check import DigestCheck
+from control_plane.group.step_ledger import SentStep
+from control_plane.group.watchdog import BusyState, GroupState, RankState, StepState
+from maniple.v1 import rank_health_pb2
+from service_chassis.errors import ManipleError
+from service_chassis.ids import Epoch, Rank
+
+
+class RankReports:
+    """What is known of every rank of one group since its epoch was granted."""
+
+    def __init__(
+        self,
+        incarnations: Mapping[Rank, str],
+        *,
+        epoch: Epoch,
+        heartbeat_timeout_s: float,
+        step_timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        now = clock()
+        self.incarnations = dict(incarnations)
+        # From the grant on a rank is expected on both connections.
+        self.state = GroupState(
+            ranks=[RankState(rank, heard_steps_at=now, heard_health_at=now) for rank in sorted(incarnations)],
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            step_timeout_s=step_timeout_s,
+        )
+        self.fenced_by: Epoch | None = None
+        self._epoch = epoch
+        self._clock = clock
+        self._state_digests = DigestCheck("state")
+        self._token_digests = DigestCheck("token")
+        self._state_digests.expect(0, 0)
+
+    def on_exit(self, end: RankExit) -> None:
+        """Note that a process ended."""
+        self.state.ranks[end.rank].exited = f"exited: {end.cause}"
+
+    def on_refused(self, rank: Rank, error: ManipleError) -> None:
+        """Note that a rank ended its stream for good."""
+        self.state.ranks[rank].failed = f"refused: {type(error).__name__}: {error.message}"
+
+    def on_misbehaved(self, rank: Rank, phrase: str) -> None:
+        """Note something no rank of ours does."""
+        self.state.ranks[rank].failed = phrase
+
+    def heard_steps(self, rank: Rank) -> None:
+        """Note a message on Steps."""
+        self.state.ranks[rank].heard_steps_at = self._clock()
+
+    def heard_health(self, rank: Rank) -> None:
+        """Note a message on health."""
+        self.state.ranks[rank].heard_health_at = self._clock()
+
+    def saw_incarnation(self, rank: Rank, incarnation_id: str) -> None:
+        """Compare with the incarnation that joined."""
+        if incarnation_id and incarnation_id != self.incarnations[rank]:
+            self.state.ranks[rank].restarted = "restarted: another incarnation answers in its place"
+
+    def saw_progress(self, rank: Rank, *, accepted: int, completed: int) -> None:
+        """Take over counts; two connections may bring them in either order."""
+        known = self.state.ranks[rank]
+        if accepted > known.accepted:
+            known.accepted, known.accepted_at = accepted, self._clock()
+        if completed > known.completed:
+            known.completed, known.completed_at = completed, self._clock()
+
+    def saw_state_digest(self, rank: Rank, step: int, value: int) -> None:
+        """Compare a rank's batch state with our own."""
+        phrase = self._state_digests.report(rank, step, value)
+        if phrase:
+            self.state.ranks[rank].diverged = phrase
+
+    def saw_report(self, rank: Rank, report: rank_health_pb2.RankReport) -> None:
+        """Take over a report of either connection."""
+        known = self.state.ranks[rank]
+        self.saw_incarnation(rank, report.incarnation_id)
+        if known.restarted:
+            return
+        if report.epoch > self._epoch:
+            self.fenced_by = Epoch(report.epoch)
+        self.saw_progress(rank, accepted=report.accepted, completed=report.completed)
+        known.running_step, known.running_for_s = report.running_step, report.running_for_ms / 1000
+        known.busy = None
+        if report.HasField("busy"):
+            known.busy = BusyState(report.busy.what, report.busy.for_s, report.busy.up_to_s)
+        if report.HasField("failure"):
+            failure = report.failure
+            where = f" in step {failure.step}" if failure.step else ""
+            known.failed = f"failed{where}: {failure.kind}: {failure.message}"
+        self.saw_state_digest(rank, report.accepted, report.state_digest)
+        phrase = self._token_digests.report(rank, report.completed, report.token_digest) if report.completed else ""
+        if phrase:
+            known.diverged = phrase
+
+    def expect_state_digest(self, step: int, value: int) -> None:
+        """Enter our own value, before the delta is sent."""
+        self._blame(self._state_digests.expect(step, value))
+
+    def expect_token_digest(self, step: int, value: int) -> None:
+        """Enter our own value, once the results up to ``step`` were applied."""
+        self._blame(self._token_digests.expect(step, value))
+
+    def watch_step(self, sent: SentStep | None, budget_s: float) -> None:
+        """Say which step the watchdog's clock is about."""
+        if sent is None:
+            self.state.oldest = None
+        elif self.state.oldest is None or self.state.oldest.step != sent.step:
+            self.state.oldest = StepState(sent.step, sent.sent_at, budget_s)
+
+    def _blame(self, difference: tuple[Rank, str] | None) -> None:
+        if difference is not None:
+            self.state.ranks[difference[0]].diverged = difference[1]
