@@ -1,0 +1,139 @@
+"""Find the files of a model by what the user calls it, fetching and converting them once where that is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from control_plane import model_sources
+from control_plane.model_sources import Progress
+from service_chassis.errors import ConfigurationError
+from service_chassis.scripted import parse_scripted
+
+# What the header of a GGUF file holds (fields and tensor names) fits; a digest of gigabytes would take minutes.
+_HEADER_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlace:
+    """Where a model lies."""
+
+    path: str  # a directory with config.json, tokenizer.json and safetensors, or the string of a scripted model
+    source: str  # what the user called it
+    name: str  # served under this name where no other is given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModel:
+    """A model in the cache."""
+
+    name: str
+    path: Path
+    num_bytes: int
+
+
+def cache_directory() -> Path:
+    """Return where models are kept: ``$MANIPLE_CACHE``, else ``~/.cache/maniple``."""
+    return Path(os.environ.get("MANIPLE_CACHE") or Path.home() / ".cache" / "maniple").expanduser()
+
+
+def resolve_model(spec: str, progress: Progress, *, cache: Path | None = None) -> ModelPlace:
+    """Return where ``spec`` lies. Blocks, for minutes when something must be fetched.
+
+    Args:
+        spec: ``demo``, a directory, a ``.gguf`` file, a hub id, or ``scripted``.
+        progress: called with (what, share in [0, 1], detail), from this or another thread.
+        cache: default ``cache_directory()``.
+    Raises:
+        ConfigurationError: there is no such model, or it cannot be had; a sentence says why.
+        InvalidParameter: the string of a scripted model is wrong.
+    """
+    models = (cache or cache_directory()) / "models"
+    if parse_scripted(spec) is not None:
+        return ModelPlace(path=spec, source="scripted", name="scripted")
+    if spec == "demo":
+        return ModelPlace(path=str(_demo(models, progress)), source=spec, name=spec)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return ModelPlace(path=str(path.resolve()), source=spec, name=path.resolve().name)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigurationError([("model", spec, "is a file, but not a .gguf file")])
+        return ModelPlace(path=str(_converted(path.resolve(), models, progress)), source=spec, name=path.stem)
+    if path.suffix == ".gguf" or spec.startswith(("/", "./", "../", "~")):
+        raise ConfigurationError([("model", spec, "does not exist")])
+    return ModelPlace(path=str(model_sources.fetch_from_hub(spec, progress)), source=spec, name=spec)
+
+
+def list_models(*, cache: Path | None = None) -> list[StoredModel]:
+    """Return the models in the cache, by name. Hub models are in the hub's own cache and not listed."""
+    models = (cache or cache_directory()) / "models"
+    if not models.is_dir():
+        return []
+    found = []
+    for path in sorted(models.iterdir()):
+        if _is_complete(path) and not path.name.startswith("."):
+            num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+            found.append(StoredModel(name=path.name, path=path, num_bytes=num_bytes))
+    return found
+
+
+def _demo(models: Path, progress: Progress) -> Path:
+    target = models / "demo"
+    if _is_complete(target):
+        return target
+    with _locked(target, progress):
+        if not _is_complete(target):
+            # Kept until the model is whole, so that a second try goes on where the first was killed.
+            work = models / ".demo.work"
+            work.mkdir(parents=True, exist_ok=True)
+            weights = model_sources.fetch_demo(work, progress)
+            model_sources.convert(weights, target, progress)
+            shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _converted(source: Path, models: Path, progress: Progress) -> Path:
+    target = models / f"{source.stem}-{_fingerprint(source)}"
+    if _is_complete(target):
+        return target
+    with _locked(target, progress):
+        if not _is_complete(target):
+            model_sources.convert(source, target, progress)
+    return target
+
+
+def _is_complete(path: Path) -> bool:
+    # The converter renames a whole directory into place; a partial one never has the final name.
+    return (path / "config.json").is_file()
+
+
+def _fingerprint(path: Path) -> str:
+    """Return a key that changes when the file does."""
+    stat = path.stat()
+    digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns} ".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(_HEADER_BYTES))
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(target: Path, progress: Progress) -> Iterator[None]:
+    """Let one process at a time work on ``target``; the kernel frees the lock when its holder dies."""
+    import fcntl
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("wait", 0.0, "another process is fetching this model")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in target.parent.glob(f".{target.name}-*"):  # of converters that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield
