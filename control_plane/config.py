@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from service_chassis.errors import ConfigurationError
 from service_chassis.settings import (
     Fault,
@@ -31,8 +29,9 @@ from service_chassis.settings import (
     read_words,
     setting,
 )
+from service_chassis.telemetry import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 MODEL, SERVER, BATCH, CACHE, GROUP, LOGGING = "model", "server", "batch", "KV cache", "workers", "logging"
 

@@ -1,0 +1,171 @@
+"""Show what a server announces: bars on a terminal, plain lines on a pipe, JSON lines for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+
+from control_plane.announcement import Announcement, Ready, StageProgress, Stopping
+from maniple_client.channel import DEFAULT_ADDRESS
+from service_chassis.ids import Rank
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_KINDS: dict[str, Callable[..., Announcement]] = {"stage": StageProgress, "ready": Ready, "stopping": Stopping}
+
+
+def to_json(announcement: Announcement) -> str:
+    """Return one line of JSON: the fields, and ``event``, one of stage, ready, stopping."""
+    event = next(name for name, kind in _KINDS.items() if type(announcement) is kind)
+    return json.dumps({"event": event, **dataclasses.asdict(announcement)})
+
+
+def from_json(line: str) -> Announcement | None:
+    """Return what ``to_json`` wrote; None for a line that is something else."""
+    try:
+        values: dict[str, Any] = json.loads(line)
+        return _KINDS[values.pop("event")](**values)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def ready_line(ready: Ready) -> str:
+    """Say that requests are accepted, and what to type next."""
+    at = "" if ready.address == DEFAULT_ADDRESS else f" --server {ready.address}"
+    tokens = ready.num_blocks * ready.block_size
+    return (
+        f"Serving {ready.model} on {ready.address} (context {ready.max_model_len} tokens, KV cache {tokens} tokens). "
+        f"Now type: maniple chat{at}"
+    )
+
+
+class Display(Protocol):
+    """Shows announcements while its ``with`` block lasts."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def __call__(self, announcement: Announcement) -> None: ...
+
+
+class JsonLines:
+    """For programs: every announcement, one line each."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __call__(self, announcement: Announcement) -> None:
+        print(to_json(announcement), file=self._out, flush=True)
+
+
+class PlainLines:
+    """For logs and pipes: a line when a stage begins and when it is done, not for each percent."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._said: dict[tuple[str, Rank], bool] = {}  # (stage, rank) -> whether it was said to be done
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __call__(self, announcement: Announcement) -> None:
+        match announcement:
+            case StageProgress(stage=stage, rank=rank, share=share, detail=detail):
+                done = share >= 1
+                if self._said.get((stage, rank)) in (done, True):
+                    return
+                self._said[stage, rank] = done
+                facts = f" ({detail})" if detail else ""
+                self._print(f"{stage}, rank {rank}: {'done' if done else 'begun'}{facts}")
+            case Ready():
+                self._print(ready_line(announcement))
+            case Stopping(reason=reason, num_running=num_running):
+                self._print(f"Stopping: {reason}; {num_running} requests are still running")
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._out, flush=True)
+
+
+class Bars:
+    """For people: a bar per stage and rank, gone when the server is ready."""
+
+    def __init__(self, out: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = Console(file=out)
+        self._progress: Progress = Progress(
+            TextColumn("{task.description:<22}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[detail]}", style="dim"),
+            console=self._console,
+            transient=True,
+        )
+        self._tasks: dict[tuple[str, Rank], TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, announcement: Announcement) -> None:
+        match announcement:
+            case StageProgress(stage=stage, rank=rank, share=share, detail=detail):
+                key = (stage, rank)
+                if key not in self._tasks:
+                    self._tasks[key] = self._progress.add_task(f"{stage} (rank {rank})", total=1.0, detail="")
+                self._progress.update(self._tasks[key], completed=share, detail=detail)
+            case Ready():
+                self._progress.stop()
+                self._console.print(ready_line(announcement), highlight=False, soft_wrap=True)
+            case Stopping(reason=reason, num_running=num_running):
+                self._progress.stop()
+                line = f"Stopping: {reason}; {num_running} requests are still running"
+                self._console.print(line, highlight=False, soft_wrap=True)
+
+
+FORMATS = ("auto", "plain", "json")
+
+
+def display(kind: str = "auto", out: TextIO | None = None) -> Display:
+    """Return the display for ``kind``, one of FORMATS; auto is bars on a terminal and plain lines elsewhere."""
+    out = out or sys.stdout
+    if kind == "json":
+        return JsonLines(out)
+    if kind == "auto" and out.isatty():
+        return Bars(out)
+    return PlainLines(out)
+
+
+class CurrentStderr:
+    """Standard error as it is at each write: while bars are shown it is a proxy that prints above them."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()

@@ -1,0 +1,71 @@
+"""Reach a running server from a command: where it is, and what to say when a call fails."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+
+from control_plane.exit_codes import FAILURE
+from maniple_client.channel import DEFAULT_ADDRESS
+from maniple_client.errors import ManipleError, TransportLost
+
+SERVER_VARIABLE = "MANIPLE_SERVER"
+
+
+def add_server_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--server",
+        metavar="ADDRESS",
+        help=f"HOST:PORT or unix:PATH of the server (default {DEFAULT_ADDRESS}) [{SERVER_VARIABLE}]",
+    )
+
+
+def server_address(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
+    """Resolve flag > environment > default."""
+    return str(arguments.server or environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how to sample; what is left out is the server's choice."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="end after N tokens")
+    group.add_argument("--min-tokens", type=int, metavar="N", help="no stop takes effect before N tokens")
+    group.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
+    group.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that make up P")
+    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest")
+    group.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same noise")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT appears; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of text")
+
+
+SAMPLING_FLAGS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "ignore_eos",
+)
+
+
+def sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the sampling flags that were given, as ``Client.generate`` takes them."""
+    return {name: getattr(arguments, name) for name in SAMPLING_FLAGS if getattr(arguments, name) is not None}
+
+
+def report(command: str, error: ManipleError, address: str) -> int:
+    """Say why a call failed and what may help; return the exit code."""
+    print(f"{command}: {error.message}", file=sys.stderr)
+    if isinstance(error, TransportLost):
+        print(f"Is a server running on {address}? `maniple serve` starts one.", file=sys.stderr)
+    elif error.retry_after_s is not None:
+        print(f"Try again in {error.retry_after_s:g} s.", file=sys.stderr)
+    elif error.incident_id:
+        print(f"The server's log has the details under incident {error.incident_id}.", file=sys.stderr)
+    return FAILURE

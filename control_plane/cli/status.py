@@ -1,0 +1,139 @@
+"""``maniple status``: what a server is doing, once or live."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from control_plane.cli.connection import add_server_flag, report, server_address
+from control_plane.exit_codes import FAILURE, INTERRUPTED, OK
+from maniple.v1 import admin_pb2
+from maniple_client import Client, ManipleError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="maniple status",
+        description="Say what a server is doing: model, groups, epoch, step, requests, blocks, rates.",
+        epilog="Exit code 0: the server accepts requests; 1: it does not, or nobody answers.\n\n"
+        "Examples:\n  maniple status\n  maniple status --watch\n  maniple status --json | jq .groups[0].step",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_server_flag(made)
+    made.add_argument("--json", action="store_true", help="print JSON, one line an answer")
+    made.add_argument("--watch", action="store_true", help="ask again and again until Ctrl-C")
+    made.add_argument(
+        "--interval-s", type=float, default=1.0, metavar="SECONDS", help="between two answers (default 1)"
+    )
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
+    address = server_address(arguments)
+    with Client(address) as client:
+        try:
+            if not arguments.watch:
+                status = client.status()
+                print(as_json(status) if arguments.json else as_text(status, address))
+                return OK if status.ready else FAILURE
+            if sys.stdout.isatty() and not arguments.json:
+                return _watch_live(client, address, arguments.interval_s)
+            while True:
+                status = client.status()
+                print(as_json(status) if arguments.json else as_text(status, address), flush=True)
+                time.sleep(arguments.interval_s)
+        except ManipleError as error:
+            return report("maniple status", error, address)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+def _watch_live(client: Client, address: str, interval_s: float) -> int:
+    from rich.live import Live
+
+    with Live(screen=False, auto_refresh=False) as live:
+        while True:
+            try:
+                live.update(_table(rows(client.status(), address)), refresh=True)
+            except ManipleError as error:
+                # A server that restarts comes back by itself.
+                live.update(_table([("server", address), ("state", f"no answer: {error.message}")]), refresh=True)
+            time.sleep(interval_s)
+
+
+def _table(facts: list[tuple[str, str]]) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        table.add_row(f"[bold]{name}[/bold]" if name else "", value)
+    return table
+
+
+def rows(status: admin_pb2.GetStatusResponse, address: str) -> list[tuple[str, str]]:
+    """Return what there is to say, as (name, value) in the order of interest."""
+    state = "ready" if status.ready else f"not ready: {status.not_ready_reason}"
+    hits, queries = status.prefix_cache_hits, status.prefix_cache_queries
+    facts = [
+        ("server", f"{address}, {state}, up {_duration(status.uptime_s)}, version {status.version}"),
+        ("model", status.model),
+        (
+            "last 10 s",
+            f"{status.prompt_tokens_per_s:.0f} prompt tokens/s, {status.output_tokens_per_s:.0f} output tokens/s, "
+            f"{status.steps_per_s:.1f} steps/s",
+        ),
+        (
+            "since start",
+            f"{status.num_finished} requests finished, prefix cache found {hits} of {queries} tokens"
+            + (f" ({100 * hits / queries:.0f} %)" if queries else ""),
+        ),
+    ]
+    for group in status.groups:
+        reason = f" ({group.reason})" if group.reason else ""
+        facts += [
+            (f"group {group.name}", f"{group.state}{reason}, epoch {group.epoch}, step {group.step}"),
+            ("  requests", f"{group.num_running} running, {group.num_waiting} waiting"),
+            (
+                "  blocks",
+                f"{group.num_free_blocks} free, {group.num_cached_blocks} cached, of {group.num_total_blocks} "
+                f"with {group.block_size} tokens each; {group.num_preemptions} preemptions",
+            ),
+        ]
+        facts += [
+            (
+                f"  rank {rank.rank}",
+                f"{rank.address or 'in this process'}, pid {rank.pid or '?'}, accepted {rank.accepted}, "
+                f"completed {rank.completed}, heard {rank.silent_for_s:.1f} s ago",
+            )
+            for rank in group.ranks
+        ]
+    return facts
+
+
+def as_text(status: admin_pb2.GetStatusResponse, address: str) -> str:
+    facts = rows(status, address)
+    width = max(len(name) for name, _ in facts)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
+
+
+def as_json(status: admin_pb2.GetStatusResponse) -> str:
+    from google.protobuf.json_format import MessageToDict
+
+    return json.dumps(
+        MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

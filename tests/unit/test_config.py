@@ -1,0 +1,174 @@
+"""The configuration: flag > environment > default, all faults at once, nothing invalid ever exists."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from control_plane.config import ControlPlaneConfig, load_config, model_faults, resolve_auto
+from service_chassis.errors import ConfigurationError
+from service_chassis.settings import field_docstrings, read_size, settings_of
+
+
+def test_flag_wins_over_environment_and_environment_over_default() -> None:
+    environ = {"MANIPLE_BLOCK_SIZE": "32", "MANIPLE_MAX_NUM_SEQS": "7"}
+    config = load_config({"block_size": "8", "model": "scripted"}, environ)
+    assert (config.block_size, config.max_num_seqs, config.max_steps_in_flight) == (8, 7, 2)
+
+
+def test_every_fault_is_reported_at_once_with_field_value_and_rule() -> None:
+    flags = {
+        "max_num_seqs": "many",
+        "listen": "localhost",
+        "gpu_memory_utilization": "1.5",
+        "executor": "ray",
+        "model": "/nowhere/at/all",
+    }
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(flags, {"MANIPLE_BLOCK_SIZE": "x"})
+    faults = {field: (value, rule) for field, value, rule in caught.value.faults}
+    assert set(faults) == {*flags, "block_size"}
+    assert faults["max_num_seqs"] == ("many", "must be a whole number")
+    assert faults["block_size"] == ("x", "must be a whole number (from MANIPLE_BLOCK_SIZE)")
+    assert faults["gpu_memory_utilization"] == (1.5, "must be above 0 and at most 1")
+    assert faults["model"] == ("/nowhere/at/all", "does not exist")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_steps_in_flight", 0),
+        ("max_steps_in_flight", 17),
+        ("block_size", 0),
+        ("num_kv_blocks", 1),
+        ("num_kv_blocks", -3),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", float("nan")),
+        ("lease_s", float("inf")),
+        ("lease_s", 1.5),
+        ("heartbeat_timeout_s", 0.5),
+        ("step_timeout_s", 0.0),
+        ("tensor_parallel_size", 3),
+        ("dtype", "int4"),
+        ("device", "abacus"),
+        ("listen", "unix:"),
+        ("listen", "unix:" + "x" * 108),
+        ("listen", "127.0.0.1:70000"),
+        ("listen", ":50051"),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("served_model_name", ("a", "a")),
+        ("max_message_bytes", 100),
+        ("log_level", "chatty"),
+        ("model", ""),
+    ],
+)
+def test_config_refuses_a_value_that_breaks_its_rule(field: str, value: object) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ControlPlaneConfig(**{field: value})  # type: ignore[arg-type]
+    assert [fault[0] for fault in caught.value.faults] == [field]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"num_kv_blocks": 64, "kv_cache_memory_bytes": 1 << 30}, "kv_cache_memory_bytes"),
+        ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, "max_num_batched_tokens"),
+    ],
+)
+def test_config_refuses_values_that_contradict_each_other(values: dict[str, int], named: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ControlPlaneConfig(**values)  # type: ignore[arg-type]
+    assert [fault[0] for fault in caught.value.faults] == [named]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("2GiB", 2147483648),
+        ("512 MiB", 536870912),
+        ("1.5G", 1500000000),
+        ("3k", 3000),
+        ("1ki", 1024),
+        ("10b", 10),
+    ],
+)
+def test_sizes_are_read_in_binary_and_decimal_units(text: str, size: int) -> None:
+    assert read_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 GiB more", "1e9", "2XB"])
+def test_sizes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be a size"):
+        read_size(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("off", False), ("True", True), ("no", False)])
+def test_switches_are_read_from_the_environment(text: str, value: bool) -> None:
+    assert load_config({}, {"MANIPLE_ENABLE_PREFIX_CACHING": text}).enable_prefix_caching is value
+
+
+def test_unknown_variables_are_left_alone() -> None:
+    # Kubernetes injects these into every pod of a namespace with a Service called maniple.
+    environ = {"MANIPLE_PORT": "tcp://10.0.0.1:50051", "MANIPLE_SERVICE_HOST": "10.0.0.1"}
+    assert load_config({}, environ) == ControlPlaneConfig()
+
+
+def test_every_field_has_a_docstring_and_names_of_its_own() -> None:
+    names = [one.name for one in dataclasses.fields(ControlPlaneConfig)]
+    docs = field_docstrings(ControlPlaneConfig)
+    assert set(docs) == set(names)
+    assert all(len(doc) > 20 for doc in docs.values())
+    settings = settings_of(ControlPlaneConfig).values()
+    assert len({made.flag for made in settings}) == len({made.variable for made in settings}) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"model": "scripted"}, ("uni", "cpu", 64, 512, ("scripted",))),
+        ({"model": "demo"}, ("mp", "cpu", 64, 512, ("demo",))),
+        ({"model": "demo", "executor": "uni"}, ("uni", "cpu", 64, 512, ("demo",))),
+        ({"model": "owner/name", "max_num_seqs": "700"}, ("mp", "cpu", 700, 700, ("owner/name",))),
+        ({"model": "demo", "max_num_batched_tokens": "24"}, ("mp", "cpu", 24, 24, ("demo",))),
+        ({"model": "demo", "served_model_name": "a,b"}, ("mp", "cpu", 64, 512, ("a", "b"))),
+    ],
+)
+def test_auto_is_resolved_without_a_gpu(flags: dict[str, str], expected: tuple[object, ...]) -> None:
+    before = load_config(flags, {})
+    after = resolve_auto(before, has_gpu=False, on_terminal=False)
+    shown = (after.executor, after.device, after.max_num_seqs, after.max_num_batched_tokens, after.served_model_name)
+    assert shown == expected
+    assert after.log_format == "json"
+    assert before == load_config(flags, {}), "the config that was given is not changed"
+
+
+def test_auto_is_resolved_with_a_gpu() -> None:
+    after = resolve_auto(ControlPlaneConfig(), has_gpu=True, on_terminal=True)
+    assert (after.device, after.max_num_seqs, after.max_num_batched_tokens) == ("cuda", 256, 2048)
+    assert after.log_format == "console"
+
+
+def test_model_directory_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    assert model_faults(str(tmp_path)) == [("model", str(tmp_path), "is a directory without config.json")]
+    (tmp_path / "config.json").write_text("{}")
+    assert model_faults(str(tmp_path)) == [("model", str(tmp_path), "is a directory without *.safetensors")]
+    (tmp_path / "model.safetensors").touch()
+    assert model_faults(str(tmp_path)) == []
+    config = load_config({"model": str(tmp_path)}, {})
+    assert resolve_auto(config, has_gpu=False, on_terminal=False).served_model_name == (tmp_path.name,)
+
+
+@pytest.mark.parametrize("model", ["a/b/c", "white space", "../nowhere", "no.gguf", "owner/", "~/nowhere-at-all"])
+def test_names_that_cannot_be_models_are_refused(model: str) -> None:
+    assert [fault[0] for fault in model_faults(model)] == ["model"]
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.touch()
+    assert model_faults(str(path)) == [("model", str(path), "is a file, but not a .gguf file")]
