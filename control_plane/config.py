@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from control_plane.executors.selection import Surroundings, choose_executor
 from service_chassis.errors import ConfigurationError
 from service_chassis.settings import (
     Fault,
@@ -270,9 +271,13 @@ def resolve_auto(config: ControlPlaneConfig, *, has_gpu: bool, on_terminal: bool
     if device == "auto":
         device = "cuda" if has_gpu and not config.is_scripted else "cpu"
     on_gpu = device == "cuda"
-    executor = config.executor
-    if executor == "auto":
-        executor = "uni" if config.is_scripted else "mp"
+    # A machine with an NVIDIA driver has at least one device; more ranks than devices are refused when they start.
+    surroundings = Surroundings(
+        world_size=config.tensor_parallel_size,
+        num_local_devices=max(config.tensor_parallel_size, 1),
+        wants_own_process=not config.is_scripted,
+    )
+    executor = choose_executor(config.executor, surroundings).executor
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else 64)
     if config.max_num_batched_tokens and not config.max_num_seqs:
         max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)

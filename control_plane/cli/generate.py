@@ -103,9 +103,8 @@ def _show(stream: GenerationStream, arguments: argparse.Namespace) -> int:
 def stats_line(done: Done) -> str:
     """Return what a generation took, for people."""
     rest_s = done.duration_s - done.time_to_first_token_s
-    rate = (
-        f", {(done.num_output_tokens - 1) / rest_s:.1f} tokens/s" if done.num_output_tokens > 1 and rest_s > 0 else ""
-    )
+    further = done.num_output_tokens - 1  # the first token's time is told apart
+    rate = f", then {further / rest_s:.1f} tokens/s" if further > 0 and rest_s > 0 else ""
     return (
         f"[{done.num_prompt_tokens} prompt tokens ({done.num_cached_tokens} cached), {done.num_output_tokens} output "
         f"tokens, first token after {done.time_to_first_token_s * 1000:.0f} ms{rate}]"

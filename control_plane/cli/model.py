@@ -1,0 +1,78 @@
+"""``maniple model``: fetch models ahead of time, and see what is in the cache."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Sequence
+
+from control_plane.announcement import StageProgress
+from control_plane.cli.announcements import display
+from control_plane.config import model_faults
+from control_plane.exit_codes import FAILURE, OK, USAGE
+from service_chassis.errors import ConfigurationError, ManipleError
+from service_chassis.ids import Rank
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="maniple model",
+        description="Fetch models ahead of time, and see what is in the cache (~/.cache/maniple, or MANIPLE_CACHE).",
+        epilog="Examples:\n  maniple model fetch demo\n  maniple model fetch HuggingFaceTB/SmolLM2-135M-Instruct\n"
+        "  maniple model fetch ./my-model.gguf      converts it once\n  maniple model list",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="{fetch,list}")
+    fetch = verbs.add_parser("fetch", help="fetch a model, and convert it where that is needed", allow_abbrev=False)
+    fetch.add_argument("model", help="demo, a hub id, or a .gguf file")
+    verbs.add_parser("list", help="list the models in the cache", allow_abbrev=False)
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
+    return _list() if arguments.verb == "list" else _fetch(arguments.model)
+
+
+def _fetch(model: str) -> int:
+    faults = model_faults(model)
+    if faults:
+        print(f"maniple model fetch: {model}: {faults[0][2]}", file=sys.stderr)
+        return USAGE
+    from control_plane.model_store import resolve_model
+
+    lock = threading.Lock()  # the hub reports from several threads
+    with display() as show:
+
+        def progress(what: str, share: float, detail: str) -> None:
+            with lock:
+                show(StageProgress(what, Rank(0), share, detail))
+
+        try:
+            place = resolve_model(model, progress)
+        except ConfigurationError as error:
+            reason = "; ".join(rule for _, _, rule in error.faults)
+        except ManipleError as error:
+            reason = error.message
+        else:
+            reason = ""
+    if reason:
+        print(f"maniple model fetch: {model}: {reason}", file=sys.stderr)
+        return FAILURE
+    print(f"{place.name} is in {place.path}. Now type: maniple serve --model {model}")
+    return OK
+
+
+def _list() -> int:
+    from control_plane.model_store import list_models
+
+    models = list_models()
+    if not models:
+        print("The cache is empty. `maniple model fetch demo` fetches a small chat model.")
+        return OK
+    width = max(len(model.name) for model in models)
+    for model in models:
+        print(f"{model.name:<{width}}  {model.num_bytes / 2**20:8.1f} MiB  {model.path}")
+    return OK

@@ -1,0 +1,288 @@
+"""The ``maniple`` command as people run it: processes, exit codes, what is printed where."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from maniple.v1 import admin_pb2
+from support.fake_server import FakeServer, running
+
+
+def maniple(*words: str, stdin: str | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MANIPLE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "control_plane.cli", *words],
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean | environ,
+    )
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    """Start the command; the caller ends it."""
+    command = [sys.executable, "-m", "control_plane.cli", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with running() as fake:
+        yield fake
+
+
+def test_help_names_every_command_and_exits_0() -> None:
+    done = maniple("--help")
+    assert done.returncode == 0
+    for word in ("serve", "control-plane", "worker", "generate", "chat", "status", "model fetch", "model list"):
+        assert f"  {word} " in done.stdout
+    assert "demo  " not in done.stdout.partition("Examples")[0], "the hidden command is hidden"
+
+
+@pytest.mark.parametrize("command", ["serve", "control-plane", "generate", "chat", "status", "demo"])
+def test_every_command_explains_itself(command: str) -> None:
+    done = maniple(command, "--help")
+    assert done.returncode == 0
+    assert len(done.stdout) > 200
+
+
+@pytest.mark.parametrize("words", [(), ("sing",), ("serve", "--no-such-flag"), ("generate",), ("chat", "--n", "2")])
+def test_bad_usage_exits_2(words: tuple[str, ...]) -> None:
+    assert maniple(*words).returncode == 2
+
+
+def test_serve_reports_every_fault_at_once_and_starts_nothing() -> None:
+    done = maniple("serve", "--block-size", "x", "--max-num-seqs", "-1", "--model", "/nowhere", MANIPLE_LISTEN="here")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    for fault in (
+        "--block-size x: must be",
+        "--max-num-seqs -1: must be",
+        "--model /nowhere: does",
+        "--listen here: m",
+    ):
+        assert fault in done.stderr
+
+
+def test_control_plane_says_what_is_not_built_and_checks_its_flags() -> None:
+    done = maniple("control-plane", "--workers", "a:1")
+    assert (done.returncode, "not built yet" in done.stderr) == (2, True)
+    done = maniple("control-plane", "--dtype", "int3")
+    assert (done.returncode, "--dtype int3" in done.stderr) == (2, True)
+
+
+def test_generate_prints_the_answer_and_nothing_else(server: FakeServer) -> None:
+    done = maniple("generate", "Why?", "--server", server.address, "--temperature", "0", "--stop", "X", "--stop", "Y")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "The sky is blue.\n", "")
+    request = server.requests[0]
+    assert (request.text, list(request.sampling.stop), request.sampling.temperature) == ("Why?", ["X", "Y"], 0.0)
+    assert not request.sampling.HasField("max_tokens")
+
+
+def test_generate_finds_the_server_by_the_environment_and_reads_standard_input(server: FakeServer) -> None:
+    done = maniple("generate", "-", "--chat", "--stats", stdin="Why?\n", MANIPLE_SERVER=server.address)
+    assert (done.returncode, done.stdout) == (0, "The sky is blue.\n")
+    assert server.requests[0].chat.messages[0].content == "Why?\n"
+    # 4 tokens, first after 125 ms, 3 more in 375 ms: from the fake server's own numbers.
+    assert "first token after 125 ms, then 8.0 tokens/s" in done.stderr
+
+
+def test_generate_json_prints_one_event_a_line(server: FakeServer) -> None:
+    done = maniple("generate", "--token-ids", "1,2", "--json", "--server", server.address)
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["started", *["chunk"] * 4, "finished", "done"]
+    assert list(server.requests[0].token_ids.ids) == [1, 2]
+
+
+def test_generate_without_a_server_says_how_to_start_one() -> None:
+    done = maniple("generate", "x", "--server", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert "`maniple serve` starts one" in done.stderr
+
+
+def test_ctrl_c_ends_generate_with_130_and_frees_the_server(server: FakeServer) -> None:
+    server.generate = server.wait_for_cancel
+    process = started("generate", "x", "--server", server.address)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read(len("Once upon")) == "Once upon"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+    finally:
+        process.kill()
+        process.communicate()
+    assert server.cancelled.wait(5)
+
+
+def test_chat_without_a_terminal_keeps_the_conversation_until_reset(server: FakeServer) -> None:
+    lines = "/system Be brief.\nWhy?\nAnd then?\n/reset\nWho?\n/quit\nnever sent\n"
+    done = maniple("chat", "--server", server.address, stdin=lines)
+    assert done.returncode == 0
+    assert done.stdout.count("The sky is blue.\n") == 3
+    said = [[(one.role, one.content) for one in request.chat.messages] for request in server.requests]
+    assert said == [
+        [("system", "Be brief."), ("user", "Why?")],
+        [("system", "Be brief."), ("user", "Why?"), ("assistant", "The sky is blue."), ("user", "And then?")],
+        [("system", "Be brief."), ("user", "Who?")],
+    ]
+
+
+def test_ctrl_c_in_chat_ends_the_answer_and_not_the_program(server: FakeServer) -> None:
+    """On a real terminal: a pseudo-terminal, so that Ctrl-C is the byte a person sends."""
+    import pty
+
+    server.generate = server.wait_for_cancel
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "control_plane.cli", "chat", "--server", server.address])
+    try:
+        screen = _read_until(terminal, "> ")
+        assert "Talking to fake" in screen
+        os.write(terminal, b"Tell me\n")
+        _read_until(terminal, "Once upon")
+        os.write(terminal, b"\x03")
+        screen = _read_until(terminal, "> ")
+        assert "[stopped]" in screen
+        assert server.cancelled.wait(5)
+        os.write(terminal, b"\x03")
+        _read_until(terminal, "/quit or Ctrl-D leaves")
+        os.write(terminal, b"/quit\n")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        child = 0
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.close(terminal)
+
+
+def _read_until(terminal: int, wanted: str, timeout_s: float = 20.0) -> str:
+    import select
+
+    seen, end = "", time.monotonic() + timeout_s
+    while wanted not in seen:
+        left_s = end - time.monotonic()
+        assert left_s > 0, f"never saw {wanted!r} in {seen!r}"
+        if select.select([terminal], [], [], left_s)[0]:
+            seen += os.read(terminal, 4096).decode(errors="replace")
+    return seen
+
+
+def _status() -> admin_pb2.GetStatusResponse:
+    return admin_pb2.GetStatusResponse(
+        model="fake",
+        version="1.2.3",
+        uptime_s=3700,
+        ready=True,
+        output_tokens_per_s=12.0,
+        prefix_cache_queries=200,
+        prefix_cache_hits=50,
+        groups=[
+            {  # type: ignore[list-item]
+                "name": "g0",
+                "state": "ready",
+                "epoch": 2,
+                "step": 77,
+                "num_running": 3,
+                "num_waiting": 1,
+                "num_free_blocks": 10,
+                "num_total_blocks": 40,
+                "block_size": 16,
+                "ranks": [{"rank": 0, "pid": 4711, "accepted": 77, "completed": 76}],
+            }
+        ],
+    )
+
+
+def test_status_says_everything_of_the_group(server: FakeServer) -> None:
+    server.status = _status()
+    done = maniple("status", "--server", server.address)
+    assert done.returncode == 0
+    for fact in (
+        "fake",
+        "1.2.3",
+        "1 h 1 min",
+        "ready, epoch 2, step 77",
+        "3 running, 1 waiting",
+        "10 free, 0 cached, of 40",
+        "12 output tokens/s",
+        "found 50 of 200 tokens (25 %)",
+        "pid 4711, accepted 77, completed 76",
+    ):
+        assert fact in done.stdout
+
+
+def test_status_json_holds_zeros_too(server: FakeServer) -> None:
+    server.status = _status()
+    shown = json.loads(maniple("status", "--json", "--server", server.address).stdout)
+    assert shown["groups"][0]["num_cached_blocks"] == 0
+    assert shown["groups"][0]["step"] == "77"  # 64-bit numbers are strings in proto JSON
+
+
+def test_status_exits_1_while_the_server_is_not_ready(server: FakeServer) -> None:
+    server.status = admin_pb2.GetStatusResponse(ready=False, not_ready_reason="loading")
+    done = maniple("status", "--server", server.address)
+    assert done.returncode == 1
+    assert "not ready: loading" in done.stdout
+
+
+def test_status_watch_goes_on_until_ctrl_c(server: FakeServer) -> None:
+    server.status = _status()
+    process = started("status", "--watch", "--json", "--interval-s", "0.05", "--server", server.address)
+    try:
+        assert process.stdout is not None
+        assert [json.loads(process.stdout.readline())["model"] for _ in range(3)] == ["fake"] * 3
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_help_appears_within_a_blink() -> None:
+    """The bound is 0.3 s; the best of five, since the machine may be busy."""
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        maniple("--help")
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.3
+
+
+def test_command_is_installed_beside_the_interpreter() -> None:
+    assert (Path(sys.executable).parent / "maniple").exists()
+
+
+def test_model_list_shows_what_is_in_the_cache(tmp_path: Path) -> None:
+    done = maniple("model", "list", MANIPLE_CACHE=str(tmp_path))
+    assert (done.returncode, "cache is empty" in done.stdout) == (0, True)
+    model = tmp_path / "models" / "tiny"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}" + " " * (1024 * 1024 - 2))
+    done = maniple("model", "list", MANIPLE_CACHE=str(tmp_path))
+    assert done.stdout.split() == ["tiny", "1.0", "MiB", str(model)]
+
+
+def test_model_fetch_of_what_cannot_be_a_model_exits_2(tmp_path: Path) -> None:
+    done = maniple("model", "fetch", "/nowhere.gguf", MANIPLE_CACHE=str(tmp_path))
+    assert done.returncode == 2
+    assert "does not exist" in done.stderr
+
+
+def test_model_fetch_says_why_the_hub_gave_nothing(tmp_path: Path) -> None:
+    environ = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path), "MANIPLE_CACHE": str(tmp_path)}
+    done = maniple("model", "fetch", "owner/name", **environ)
+    assert done.returncode == 1
+    assert "owner/name: cannot be fetched from the hub" in done.stderr
