@@ -1,11 +1,30 @@
-"""Turn plans into protobuf: the only place where that happens."""
+"""Turn plans into protobuf, and results back: the only place where the two meet.
+
+The encoder keeps both digests of the batch (PROTOCOL B7): the state digest, which follows from plans alone and travels
+in every delta, and the token digest, which follows from results and is held against what ranks report. What it does
+for a step grows with the rows that the plan mentions, not with those that decode.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
-from control_plane.scheduling.plan import StepPlan, StepTokens
-from maniple.v1 import sampling_pb2, scheduler_delta_pb2
+from control_plane.generation import SamplingChoice
+from control_plane.scheduling.plan import NewRow, PlanMode, ResultMismatch, RowChange, StepPlan, StepTokens
+from control_plane.scheduling.request import FinishReason
+from control_plane.token_digest import TokenDigest
+from maniple.v1 import sampling_pb2
+from maniple.v1.scheduler_delta_pb2 import BlockChange, BlockIds, RowFinished, SchedulerDelta, StepResult
+from service_chassis.protocol.digest import StateDigest
+
+_MODES = {PlanMode.RUN: SchedulerDelta.MODE_RUN, PlanMode.APPLY_ONLY: SchedulerDelta.MODE_APPLY_ONLY}
+_REASONS = {
+    FinishReason.STOP: RowFinished.REASON_STOP,
+    FinishReason.LENGTH: RowFinished.REASON_LENGTH,
+    FinishReason.ABORT: RowFinished.REASON_ABORT,
+    FinishReason.DEADLINE: RowFinished.REASON_DEADLINE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +35,122 @@ class RowPayload:
     control_blob: bytes = b""
 
 
-class DeltaEncoder:
-    def encode(self, plan: StepPlan) -> bytes:
-        """Return the plan's SchedulerDelta, serialized. Plans in step order, each once."""
-        raise NotImplementedError
+def row_payload(sampling: SamplingChoice, control_blob: bytes = b"") -> RowPayload:
+    """Write out how the rows of a request are sampled: every default resolved, ids in ascending order."""
+    message = sampling_pb2.RowSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        stop_ids=sorted(sampling.eos_ids | sampling.stop_token_ids),
+        logit_bias_ids=[token_id for token_id, _ in sampling.logit_bias],
+        logit_bias_values=[bias for _, bias in sampling.logit_bias],
+        allowed_token_ids=sorted(sampling.allowed_token_ids),
+        bad_words=[sampling_pb2.BadWord(token_ids=word) for word in sampling.bad_words],
+        num_logprobs_plus_one=0 if sampling.num_logprobs is None else sampling.num_logprobs + 1,
+        num_prompt_logprobs_plus_one=0 if sampling.num_prompt_logprobs is None else sampling.num_prompt_logprobs + 1,
+        logprobs_mode=sampling_pb2.LogprobsMode.ValueType(sampling.logprobs_mode),
+    )
+    return RowPayload(sampling=message, control_blob=control_blob)
 
 
-def step_tokens(result: scheduler_delta_pb2.StepResult, plan: StepPlan) -> StepTokens:
+def step_tokens(result: StepResult, plan: StepPlan) -> StepTokens:
     """Read a result against the plan of its own step. Raises ``ResultMismatch``."""
-    raise NotImplementedError
+    if result.step != plan.step:
+        raise ResultMismatch(f"result of step {result.step} read against the plan of step {plan.step}")
+    if any(count != 1 for count in result.num_tokens):
+        raise ResultMismatch(f"step {plan.step}: a row yields other than one token, which nobody asked for")
+    if len(result.token_ids) != len(plan.rows):
+        raise ResultMismatch(f"step {plan.step}: {len(result.token_ids)} tokens for {len(plan.rows)} rows that sample")
+    return StepTokens(plan.step, list(result.token_ids))
+
+
+class DeltaEncoder:
+    """The wire form of one group's plans, in step order, each once."""
+
+    def __init__(self) -> None:
+        """Start with an empty batch."""
+        self._digest = StateDigest()
+        self._tokens = TokenDigest()
+        self._unanswered: deque[StepPlan] = deque()  # encoded, not yet counted in `_tokens`
+
+    @property
+    def state_digest(self) -> int:
+        """Digest of the batch state after the last encoded plan."""
+        return self._digest.value
+
+    def encode(self, plan: StepPlan) -> bytes:
+        """Return the plan's SchedulerDelta, serialized."""
+        delta = SchedulerDelta(step=plan.step, mode=_MODES[plan.mode], forget_prefix_cache=plan.forget_prefix_cache)
+        for end in plan.finished:
+            delta.finished.add(req_index=end.req_index, reason=_REASONS[end.reason], num_tokens=end.num_tokens)
+            self._digest.remove(end.req_index, end.num_computed_tokens)
+        for loss in plan.preempted:
+            delta.preempted.append(loss.req_index)
+            self._digest.clear(loss.req_index, loss.num_computed_tokens)
+        for copy in plan.block_copies:
+            delta.block_copies.add(src_block_id=copy.src, dst_block_id=copy.dst)
+        if plan.mode is PlanMode.RUN:
+            # Before rows that turn decode in this step are given their advance: it counts from the next step on.
+            self._digest.advance_unmentioned()
+        for new in plan.new_rows:
+            self._enter(delta, new)
+        for change in plan.changes:
+            self._change(delta, change)
+        for row in plan.turned_decode:
+            self._digest.set_advance(row, 1)
+        delta.state_digest = self._digest.value
+        self._unanswered.append(plan)
+        return delta.SerializeToString()
+
+    def take_tokens(self, plan: StepPlan, tokens: StepTokens) -> int:
+        """Count the tokens of a RUN step, in step order; return the token digest of all known tokens after it."""
+        while self._unanswered and self._unanswered[0].step <= plan.step:
+            self._tokens.apply(self._unanswered.popleft())
+        self._tokens.add_sampled(plan.rows, tokens.token_ids)
+        return self._tokens.value
+
+    def _enter(self, delta: SchedulerDelta, new: NewRow) -> None:
+        request, payload = new.sample.request, new.sample.request.payload
+        assert isinstance(payload, RowPayload), "a request's payload is what row_payload returned"
+        delta.new_requests.add(
+            req_index=new.req_index,
+            row_key=new.row_key,
+            request_id=request.request_id,
+            sample_index=new.sample.index,
+            n=request.n,
+            fork_of=new.fork_of,
+            token_ids=new.token_ids,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_computed_tokens=new.num_computed_tokens,
+            num_prefill_tokens=new.num_prefill_tokens,
+            num_scheduled_tokens=new.num_scheduled_tokens,
+            blocks=[BlockChange(replace=BlockIds(ids=new.block_ids))],
+            sampling=payload.sampling,
+            deadline_ms=new.deadline_ms,
+            cache_namespace=request.cache_namespace,
+            control_blob=payload.control_blob,
+        )
+        self._digest.add(new.req_index, new.row_key)
+        self._digest.compute(new.req_index, new.num_computed_tokens + new.num_scheduled_tokens)
+        self._digest.put_blocks(new.req_index, 0, 0, new.block_ids)
+
+    def _change(self, delta: SchedulerDelta, change: RowChange) -> None:
+        row = change.req_index
+        message = delta.changes.add(req_index=row, num_scheduled_tokens=change.num_scheduled_tokens)
+        if change.append:
+            message.blocks.add().append.ids.extend(change.append)
+            self._digest.put_blocks(row, 0, change.append_at, change.append)
+        elif change.replace:
+            message.blocks.add().replace.ids.extend(change.replace)
+            message.num_computed_tokens = change.num_computed_tokens
+            message.num_prefill_tokens = change.num_prefill_tokens
+            self._digest.compute(row, change.num_computed_tokens)
+            self._digest.put_blocks(row, 0, 0, change.replace)
+        if change.num_scheduled_tokens is not None:
+            self._digest.compute(row, change.num_scheduled_tokens - change.standing_advance)

@@ -68,11 +68,12 @@ class RowChange:
 
     req_index: ReqIndex
     num_scheduled_tokens: int | None = None  # None: as if it were not mentioned; 0: pause
+    standing_advance: int = 0  # what it would have advanced by unmentioned
     append: tuple[BlockId, ...] = ()
+    append_at: int = 0  # place of the first appended block in the row's table
     replace: tuple[BlockId, ...] = ()  # a preempted row comes back; the two counts below are set
     num_computed_tokens: int = 0
     num_prefill_tokens: int = 0
-    turns_decode: bool = False  # from the next step on it advances unmentioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class StepPlan:
     block_copies: tuple[BlockCopy, ...]
     new_rows: tuple[NewRow, ...]
     changes: tuple[RowChange, ...]
+    turned_decode: tuple[ReqIndex, ...]  # rows that advance unmentioned from the next step on
     rows: tuple[ReqIndex, ...]  # rows that sample, ascending; shared between steps while nothing changes
     samples: tuple[Sample, ...]  # who sat in `rows` when planned
     started: tuple[Request, ...]  # requests that are in a delta for the first time

@@ -70,6 +70,7 @@ class Request:
         "paused",
         "payload",
         "priority",
+        "prompt_done",
         "prompt_token_ids",
         "request_id",
         "samples",
@@ -110,7 +111,8 @@ class Request:
             skip_reading_prefix_cache: compute every token of the prompt (prompt log-probabilities).
             payload: opaque; whoever encodes the plan finds it at ``NewRow.sample.request.payload``.
         """
-        assert prompt_token_ids and max_tokens >= 1 and n >= 1
+        assert prompt_token_ids, "a prompt has at least one token"
+        assert min(max_tokens, n) >= 1
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
         self.max_tokens = max_tokens
@@ -128,6 +130,7 @@ class Request:
         self.num_live = 0  # samples that did not end
         self.num_cached_tokens = 0  # prompt tokens that the first sample found in the prefix cache
         self.started = False  # some sample was in a delta
+        self.prompt_done = False  # the first sample got through the prompt, or ended: the others need not wait for it
         self.paused = False
 
     @property
@@ -172,7 +175,7 @@ class Sample:
         self.token_ids = list(request.prompt_token_ids)  # known here; a decode row has more on the workers
         self.limit = limit
         self.stop_ids = request.stop_ids
-        self.stop_floor = len(request.prompt_token_ids) + request.min_tokens  # a stop id at or after this position stops
+        self.stop_floor = len(request.prompt_token_ids) + request.min_tokens  # position from which on a stop id stops
         self.req_index = NO_ROW
         self.row_key = RowKey(0)
         self.block_ids: list[BlockId] = []

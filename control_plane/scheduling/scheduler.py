@@ -1,40 +1,67 @@
-"""Decide what each step computes."""
+"""Decide what each step computes.
+
+House rules of this file:
+- ``schedule()`` is the policy and fits a screen. Books are kept elsewhere: blocks in
+  ``Tables``, rows in ``Batch``, queues in ``WaitingRoom``.
+- A steady step (decode rows, nothing due) visits no row and no waiting request. Nothing here loops over either.
+- What a plan says is final: it is encoded and sent as soon as it is returned. What has to be said later (rows that
+  ended, blocks that were taken) is kept until the next plan; the blocks themselves may be handed out again at once,
+  since a delta gives back before it takes (PROTOCOL B3).
+- ``_end`` is the only way out for a sample, whatever the reason.
+"""
 
 from __future__ import annotations
 
+import math
 import secrets
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
-from control_plane.scheduling.plan import SampleOutput, StepPlan, StepTokens
-from control_plane.scheduling.request import FinishReason, Refusal, Request
-from service_chassis.ids import RequestId, Step
+from control_plane.scheduling.batch import Batch, order_of
+from control_plane.scheduling.limits import SchedulerLimits
+from control_plane.scheduling.order_queue import OrderQueue
+from control_plane.scheduling.plan import (
+    BlockCopy,
+    NewRow,
+    PlanMode,
+    ResultMismatch,
+    RowChange,
+    RowEnd,
+    RowLoss,
+    SampleOutput,
+    StepPlan,
+    StepTokens,
+)
+from control_plane.scheduling.request import FinishReason, Order, Refusal, RefusalKind, Request, Sample, SampleState
+from control_plane.scheduling.tables import Place, Tables
+from control_plane.scheduling.waiting_room import WaitingRoom
+from service_chassis.ids import ReqIndex, RequestId, Step
+
+__all__ = ["Scheduler", "SchedulerLimits"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What one group can hold. ``num_blocks`` counts the null block."""
+def random_row_key() -> int:
+    """Draw a row key that no other use of a row has had, in this tenure or another."""
+    return secrets.randbits(64)
 
-    max_num_seqs: int
-    max_num_batched_tokens: int  # at least max_num_seqs: every row can always take part
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    max_steps_in_flight: int = 2
-    max_num_waiting: int = 1024
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan while it is made."""
+
+    step: Step
+    now: float
+    preempted: bool = False  # some sample lost its blocks in this step
+    block_copies: list[BlockCopy] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    changes: dict[ReqIndex, RowChange] = field(default_factory=dict)
+    turned_decode: list[ReqIndex] = field(default_factory=list)
+    started: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
-    step: Step  # the next step to plan
-    num_running: int  # samples that hold blocks
-    num_waiting: int  # samples that wait for a row or for blocks
-    num_free_blocks: int  # hold nothing
-    num_cached_blocks: int  # held by no row, may be hit or evicted
-    num_preemptions: int
-    num_outstanding: int  # steps that are not answered
-    prefix_queries: int  # tokens looked up in the prefix cache
-    prefix_hits: int  # tokens found
+    """All requests of one group. Pure: no clock, no I/O; one caller at a time."""
 
     def __init__(
         self,
@@ -42,61 +69,463 @@ class Scheduler:
         *,
         enable_prefix_caching: bool = True,
         first_step: int = 1,
-        key_source: Callable[[], int] = partial(secrets.randbits, 64),
+        key_source: Callable[[], int] = random_row_key,
     ) -> None:
-        raise NotImplementedError
+        """Start with nothing.
 
-    def refusal(self, request: Request) -> Refusal | None:
-        """Say why ``request`` cannot be added, or None. Changes nothing."""
-        raise NotImplementedError
+        Args:
+            limits: of the group; fixed for its life.
+            enable_prefix_caching: let requests share the blocks of equal prompt heads.
+            first_step: number of the first plan.
+            key_source: returns a row key that was never used before.
+        """
+        self.limits = limits
+        self.step = Step(first_step)  # of the next plan
+        self.num_preemptions = 0
+        self.prefix_queries = 0  # tokens looked up in the prefix cache by requests that started
+        self.prefix_hits = 0  # tokens found
+        self._key_source = key_source
+        self._tables = Tables(limits.num_blocks, limits.block_size, caching=enable_prefix_caching)
+        self._pool = self._tables.pool
+        self._batch = Batch(limits.max_num_seqs, limits.block_size)
+        # A row that has the whole cache to itself can compute so many tokens and sample one more.
+        self._max_known_tokens = min(limits.max_model_len, self._pool.num_total * limits.block_size + 1)
+        self._requests: dict[RequestId, Request] = {}  # the living
+        self._num_added = 0
+        self._num_unstarted = 0
+        self._room = WaitingRoom()
+        self._deadlines: OrderQueue[Request] = OrderQueue()
+        self._refused: tuple[Sample, int] | None = None  # who found no room, and how many blocks were available then
+        # Not yet in a plan:
+        self._ended: list[RowEnd] = []
+        self._lost: dict[ReqIndex, RowLoss] = {}
+        self._forget = False
+        # Not yet answered:
+        self._runs: deque[StepPlan] = deque()
+        self._applies: deque[Step] = deque()
+        self._completed = first_step - 1
 
-    def add(self, request: Request) -> None:
-        """Queue a request for which ``refusal`` is None."""
-        raise NotImplementedError
+    # --- what others may know
 
-    def finish(self, request_id: RequestId, reason: FinishReason, *, sample_index: int | None = None) -> bool:
-        """End a request, or one of its samples, from outside. False: there is nothing (left) to end."""
-        raise NotImplementedError
+    @property
+    def num_running(self) -> int:
+        """Samples that hold blocks."""
+        return self._batch.num_resident
 
-    def expired(self, now: float) -> list[RequestId]:
-        """Return the requests whose deadline passed since the last call, each once. Changes nothing else."""
-        raise NotImplementedError
+    @property
+    def num_waiting(self) -> int:
+        """Samples that wait: for a row, for blocks, for their first sample, for the end of a pause."""
+        return len(self._room)
 
-    def next_deadline(self) -> float | None:
-        raise NotImplementedError
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of unknown contents that no row holds."""
+        return self._pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that no row holds and that may be hit or evicted."""
+        return self._pool.num_cached
+
+    @property
+    def num_outstanding(self) -> int:
+        """Steps without an answer."""
+        return len(self._runs) + len(self._applies)
 
     def has_work(self) -> bool:
         """Some sample still has to be computed. ``schedule`` may return None all the same."""
-        raise NotImplementedError
+        return bool(self.num_running or self.num_waiting)
 
     def has_unflushed(self) -> bool:
-        """Rows ended that no delta has said so of yet."""
-        raise NotImplementedError
+        """Something ended or was taken that no delta has said so of yet."""
+        return bool(self._ended or self._lost or self._forget)
 
-    def schedule(self, now: float) -> StepPlan | None:
-        """Plan a RUN step; None if nothing can be computed now or enough steps are outstanding."""
-        raise NotImplementedError
+    def request(self, request_id: RequestId) -> Request | None:
+        """Return a living request."""
+        return self._requests.get(request_id)
 
-    def flush(self) -> StepPlan | None:
-        """Plan an APPLY_ONLY step that carries what ended; None if there is none, or enough steps are outstanding."""
-        raise NotImplementedError
+    # --- requests come and go
 
-    def apply(self, result: StepTokens) -> list[SampleOutput]:
-        """Take the result of the oldest outstanding RUN step. Raises ``ResultMismatch``."""
-        raise NotImplementedError
+    def refusal(self, request: Request) -> Refusal | None:
+        """Say why ``request`` cannot be added, or None. Changes nothing."""
+        limits, num_prompt_tokens = self.limits, len(request.prompt_token_ids)
+        if request.request_id in self._requests:
+            return Refusal(RefusalKind.DUPLICATE, f"request id {request.request_id!r} is running")
+        if num_prompt_tokens >= limits.max_model_len:
+            return Refusal(
+                RefusalKind.TOO_LONG,
+                f"the prompt has {num_prompt_tokens} tokens, it must be below max_model_len {limits.max_model_len}",
+            )
+        num_blocks = math.ceil(num_prompt_tokens / limits.block_size)
+        if num_blocks > self._pool.num_total:
+            return Refusal(
+                RefusalKind.NEEDS_MORE_BLOCKS,
+                f"the prompt needs {num_blocks} KV blocks; there are {self._pool.num_total}",
+            )
+        if self._num_unstarted >= limits.max_num_waiting:
+            return Refusal(RefusalKind.QUEUE_FULL, f"{self._num_unstarted} requests wait already")
+        return None
 
-    def acknowledge(self, step: Step) -> None:
-        """Every rank has accepted all steps up to ``step``: its APPLY_ONLY steps are outstanding no more."""
-        raise NotImplementedError
+    def add(self, request: Request) -> None:
+        """Queue a request for which ``refusal`` is None."""
+        assert request.request_id not in self._requests
+        self._num_added += 1
+        request.order = (request.priority, request.arrival, self._num_added, 0)
+        limit = min(len(request.prompt_token_ids) + request.max_tokens, self._max_known_tokens)
+        request.samples = tuple(Sample(request, index, limit) for index in range(request.n))
+        request.num_live = request.n
+        self._requests[request.request_id] = request
+        self._num_unstarted += 1
+        self._room.enter(request)
+        if request.deadline is not None:
+            self._deadlines.push((request.deadline, self._num_added), request)
+
+    def finish(self, request_id: RequestId, reason: FinishReason, *, sample_index: int | None = None) -> bool:
+        """End a request, or one of its samples, from outside; idempotent.
+
+        Blocks are free and the id may be used again when this returns. Tokens that are still computed are discarded.
+
+        Returns:
+            False if there was nothing (left) to end.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        samples = request.samples if sample_index is None else request.samples[sample_index : sample_index + 1]
+        living = [sample for sample in samples if sample.state is not SampleState.FINISHED]
+        for sample in living:
+            self._end(sample, reason)
+        return bool(living)
+
+    def expired(self, now: float) -> list[RequestId]:
+        """Return the requests whose deadline has passed, each once: whoever calls ends them. O(returned)."""
+        expired = []
+        while (request := self._deadlines.first()) is not None and request.deadline is not None:
+            if request.deadline > now:
+                break
+            self._deadlines.discard(request)
+            expired.append(request.request_id)
+        return expired
+
+    def next_deadline(self) -> float | None:
+        """Return the earliest deadline that ``expired`` did not return yet."""
+        request = self._deadlines.first()
+        return None if request is None else request.deadline
 
     def set_paused(self, request_id: RequestId, paused: bool) -> bool:
-        """Hold a request where it is, with its rows and blocks, or let it go on. False: unknown."""
-        raise NotImplementedError
+        """Hold a request where it is, with its rows and blocks, or let it go on. False: unknown.
+
+        A held decode row is mentioned with 0 tokens in every step; a held prefill is not mentioned.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        request.paused = paused
+        for sample in request.samples:
+            if sample.state is SampleState.DECODE:
+                self._batch.set_paused(sample, paused)
+        if not paused:
+            self._room.queue_held(request)
+        return True
 
     def forget_prefix_cache(self) -> None:
         """Forget all blocks that no row holds; the next delta says so to the workers."""
-        raise NotImplementedError
+        self._pool.forget_cached()
+        self._forget = True
+
+    # --- steps
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan a RUN step; None if nothing can be computed now, or enough steps are outstanding.
+
+        Decode rows go first and are not visited. Then prefill chunks, half-done, preempted and new samples alike, by
+        priority and age within the token budget. A sample gets the blocks of its whole prefill when it is admitted.
+        """
+        if self.num_outstanding >= self.limits.max_steps_in_flight:
+            return None
+        draft = _Draft(self.step, now)
+        self._room.admit_followers()
+        self._serve_due(draft)
+        budget = self.limits.max_num_batched_tokens - self._batch.num_advancing
+        for sample in self._batch.prefilling():
+            budget -= self._admit(draft, budget, ahead_of=sample.order)
+            budget -= self._continue_prefill(draft, sample, budget)
+        budget -= self._admit(draft, budget)
+        num_tokens = self.limits.max_num_batched_tokens - budget
+        return self._emit(draft, PlanMode.RUN, num_tokens) if num_tokens else None
+
+    def flush(self) -> StepPlan | None:
+        """Plan an APPLY_ONLY step that says what ended; None if there is none, or enough steps are outstanding."""
+        if not self.has_unflushed() or self.num_outstanding >= self.limits.max_steps_in_flight:
+            return None
+        return self._emit(_Draft(self.step, 0.0), PlanMode.APPLY_ONLY, 0)
+
+    def apply(self, result: StepTokens) -> list[SampleOutput]:
+        """Take the result of the oldest outstanding RUN step and say what each sample got from it.
+
+        Tokens past the end of a sample are dropped. A sample that meets a stop id or its limit ends here.
+
+        Raises:
+            ResultMismatch: the result does not answer that step; nothing was changed.
+        """
+        plan = self._runs[0] if self._runs else None
+        if plan is None or result.step != plan.step:
+            raise ResultMismatch(f"result of step {result.step}, due is {'none' if plan is None else plan.step}")
+        if len(result.token_ids) != len(plan.samples):
+            raise ResultMismatch(f"step {plan.step}: {len(result.token_ids)} tokens for {len(plan.samples)} rows")
+        self._runs.popleft()
+        self._completed = plan.step
+        block_size = self.limits.block_size
+        outputs: list[SampleOutput] = []
+        for sample, token_id in zip(plan.samples, result.token_ids, strict=True):
+            if sample.state is SampleState.FINISHED:
+                continue
+            num_known = len(sample.token_ids)
+            if not num_known % block_size:
+                self._note_decoded(sample, plan.step)
+            sample.token_ids.append(token_id)
+            reason = matched = None
+            if token_id in sample.stop_ids and num_known >= sample.stop_floor:
+                reason, matched = FinishReason.STOP, token_id
+            elif num_known + 1 == sample.limit:
+                reason = FinishReason.LENGTH
+            outputs.append(SampleOutput(sample.request, sample.index, (token_id,), reason, matched))
+            if reason is not None:
+                self._end(sample, reason)
+        return outputs
+
+    def acknowledge(self, step: Step) -> None:
+        """Every rank has accepted all steps up to ``step``: its APPLY_ONLY steps are outstanding no more."""
+        while self._applies and self._applies[0] <= step:
+            self._applies.popleft()
+
+    # --- the parts of schedule()
+
+    def _serve_due(self, draft: _Draft) -> None:
+        """End rows whose last token is planned; then give rows at a block boundary their next block."""
+        growing = []
+        for sample in self._batch.due():
+            if self._batch.num_computed_tokens(sample) == sample.limit - 1:
+                self._leave(sample, FinishReason.LENGTH, sample.limit)
+                sample.state = SampleState.LEFT
+            else:
+                growing.append(sample)
+        for sample in sorted(growing, key=order_of):
+            while sample.state is SampleState.DECODE and not self._pool.num_available:
+                victim = self._batch.victim()
+                assert victim is not None
+                self._preempt(draft, victim)
+            if sample.state is SampleState.DECODE:
+                place = len(sample.block_ids)
+                blocks = self._tables.grow(sample)
+                draft.changes[sample.req_index] = RowChange(sample.req_index, append=blocks, append_at=place)
+                self._batch.file(sample)
+
+    def _preempt(self, draft: _Draft, sample: Sample) -> None:
+        """Take a sample's blocks. It keeps its row and its tokens, and computes them again when there is room."""
+        draft.preempted = True
+        self.num_preemptions += 1
+        if sample.state is SampleState.DECODE:
+            # Tokens that are still on their way count: the workers know them when they need them (PROTOCOL B5).
+            sample.num_prefill_tokens = self._batch.num_computed_tokens(sample) + 1
+        draft.changes.pop(sample.req_index, None)
+        self._lost[sample.req_index] = RowLoss(sample.req_index, self._batch.take_out(sample))
+        self._tables.release(sample)
+        sample.state = SampleState.PREEMPTED
+        self._room.queue(sample)
+
+    def _continue_prefill(self, draft: _Draft, sample: Sample, budget: int) -> int:
+        """Give a half-done prefill its next chunk; return the tokens it takes."""
+        num_tokens = min(sample.num_prefill_tokens - sample.offset, budget)
+        if num_tokens and not sample.request.paused:
+            self._compute(draft, sample, num_tokens)
+            draft.changes[sample.req_index] = RowChange(sample.req_index, num_tokens)
+            return num_tokens
+        return 0
+
+    def _admit(self, draft: _Draft, budget: int, *, ahead_of: Order | None = None) -> int:
+        """Let preempted and waiting samples in, in order, while there is room; return the tokens they take.
+
+        The first that finds no room holds up all behind it, or a large one would starve. And nobody is let in by a step
+        that preempted: the blocks just taken would go straight back, and be taken again.
+        """
+        used = 0
+        while used < budget and not draft.preempted:
+            sample = self._room.first(has_free_row=self._batch.num_free_rows > 0)
+            if sample is None or (ahead_of is not None and sample.order > ahead_of):
+                break
+            place = self._find_place(sample, draft)
+            if place is None:
+                break
+            used += self._let_in(draft, sample, place, budget - used)
+        return used
+
+    def _find_place(self, sample: Sample, draft: _Draft) -> Place | None:
+        """Take the blocks for the whole prefill of ``sample``; None if there are too few.
+
+        One more block must stay available for every sample that runs, or the next steps would preempt.
+        """
+        available = self._pool.num_available
+        # While no more blocks are available than when it was refused, looking again (O(prompt)) would find the same.
+        if self._refused is not None and self._refused[0] is sample and available <= self._refused[1]:
+            return None
+        place = self._tables.find_place(
+            sample, self._parent(sample, draft.step), spare=self._batch.num_resident, completed=self._completed
+        )
+        self._refused = (sample, available) if place is None else None
+        return place
+
+    def _parent(self, sample: Sample, step: Step) -> Sample | None:
+        """Return a sample whose prompt ``sample`` can share: it decodes since before this step."""
+        if sample.state is SampleState.WAITING and len(sample.request.samples) > 1:
+            for other in sample.request.samples:
+                if other.state is SampleState.DECODE and other.decode_since < step:
+                    return other
+        return None
+
+    def _let_in(self, draft: _Draft, sample: Sample, place: Place, budget: int) -> int:
+        """Put a sample into the batch at ``place``; return the tokens it takes of this step."""
+        num_tokens = min(sample.num_prefill_tokens - place.num_computed_tokens, budget)
+        is_new = sample.state is SampleState.WAITING
+        self._room.remove(sample)
+        if is_new:
+            self._batch.seat(sample, self._key_source())
+            self._note_start(draft, sample, place)
+        sample.block_ids = place.block_ids
+        sample.num_registered = place.num_registered
+        sample.resident_since = draft.step
+        self._batch.begin_prefill(sample, place.num_computed_tokens)
+        self._compute(draft, sample, num_tokens)
+        if is_new:
+            draft.block_copies += place.block_copies
+            draft.new_rows.append(
+                NewRow(
+                    req_index=sample.req_index,
+                    row_key=sample.row_key,
+                    sample=sample,
+                    fork_of=place.parent.req_index if place.parent is not None else None,
+                    token_ids=tuple(sample.token_ids) if place.parent is None else (),
+                    num_computed_tokens=place.num_computed_tokens,
+                    num_prefill_tokens=sample.num_prefill_tokens,
+                    num_scheduled_tokens=num_tokens,
+                    block_ids=tuple(place.block_ids),
+                    deadline_ms=_milliseconds_left(sample.request.deadline, draft.now),
+                )
+            )
+        else:
+            draft.changes[sample.req_index] = RowChange(
+                sample.req_index,
+                num_tokens,
+                replace=tuple(place.block_ids),
+                num_computed_tokens=place.num_computed_tokens,
+                num_prefill_tokens=sample.num_prefill_tokens,
+            )
+        return num_tokens
+
+    def _note_start(self, draft: _Draft, sample: Sample, place: Place) -> None:
+        """Count a sample that enters its first delta."""
+        request = sample.request
+        if place.parent is None and self._tables.caching and not request.skip_reading_prefix_cache:
+            self.prefix_queries += sample.num_prefill_tokens
+            self.prefix_hits += place.num_computed_tokens
+        if not request.started:
+            request.started = True
+            request.num_cached_tokens = place.num_computed_tokens
+            self._num_unstarted -= 1
+            draft.started.append(request)
+
+    def _compute(self, draft: _Draft, sample: Sample, num_tokens: int) -> None:
+        """Count a chunk of a prefill as computed by this step; after the last one the sample decodes."""
+        sample.offset += num_tokens
+        self._tables.note_computed(sample, sample.offset, draft.step)
+        if sample.offset == sample.num_prefill_tokens:
+            sample.decode_since = draft.step
+            self._batch.begin_decode(sample)
+            self._room.note_prompt_done(sample)
+            draft.turned_decode.append(sample.req_index)
+
+    def _note_decoded(self, sample: Sample, step: Step) -> None:
+        """Before the token that ``step`` sampled is added: all known tokens are computed, and fill whole blocks."""
+        # Not if the step belongs to a stay in the batch that a preemption ended: the blocks are others now.
+        if sample.state is SampleState.DECODE and step >= sample.resident_since:
+            self._tables.note_computed(sample, len(sample.token_ids), step)
+
+    def _emit(self, draft: _Draft, mode: PlanMode, num_tokens: int) -> StepPlan:
+        """Turn a draft, and what ended since the plan before, into a plan; it is outstanding from now on."""
+        rows, samples = self._batch.sampling() if mode is PlanMode.RUN else ((), ())
+        changes = list(draft.changes.values())
+        if mode is PlanMode.RUN:
+            changes += [RowChange(row, 0, standing_advance=1) for row in self._batch.paused_rows()]
+            self._batch.advance()
+        plan = StepPlan(
+            step=draft.step,
+            mode=mode,
+            num_tokens=num_tokens,
+            finished=tuple(self._ended),
+            preempted=tuple(self._lost.values()),
+            block_copies=tuple(draft.block_copies),
+            new_rows=tuple(draft.new_rows),
+            changes=tuple(changes),
+            turned_decode=tuple(draft.turned_decode),
+            rows=rows,
+            samples=samples,
+            started=tuple(draft.started),
+            forget_prefix_cache=self._forget,
+        )
+        self._ended.clear()
+        self._lost.clear()
+        self._forget = False
+        self.step = Step(self.step + 1)
+        if mode is PlanMode.RUN:
+            self._runs.append(plan)
+        else:
+            self._applies.append(plan.step)
+        return plan
+
+    # --- samples come to an end
+
+    def _end(self, sample: Sample, reason: FinishReason) -> None:
+        """End a sample that has not ended: the only way out, whatever the reason and wherever it is."""
+        request = sample.request
+        if sample.state in (SampleState.PREFILL, SampleState.DECODE, SampleState.PREEMPTED):
+            self._leave(sample, reason, len(sample.token_ids))
+        else:
+            self._room.remove(sample)
+        sample.state = SampleState.FINISHED
+        self._room.note_prompt_done(sample)
+        request.num_live -= 1
+        if not request.num_live:
+            del self._requests[request.request_id]
+            self._deadlines.discard(request)
+            self._num_unstarted -= not request.started
+
+    def _leave(self, sample: Sample, reason: FinishReason, num_tokens: int) -> None:
+        """Give back a sample's row and blocks; the next plan says so."""
+        if sample.state is SampleState.PREEMPTED:
+            self._room.remove(sample)
+            lost = self._lost.pop(sample.req_index, None)  # in the same plan its preemption need not be said
+            num_computed_tokens = lost.num_computed_tokens if lost is not None else 0
+        else:
+            num_computed_tokens = self._batch.take_out(sample)
+            self._tables.release(sample)
+        self._ended.append(RowEnd(self._batch.unseat(sample), reason, num_tokens, num_computed_tokens))
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with a sentence, where the books do not agree. O(everything): tests and idle time."""
-        raise NotImplementedError
+        living = [s for r in self._requests.values() for s in r.samples if s.state is not SampleState.FINISHED]
+        by_state = {state: {s for s in living if s.state is state} for state in SampleState}
+        resident = set(self._batch.resident())
+        assert by_state[SampleState.PREFILL] | by_state[SampleState.DECODE] == resident, "residents differ"
+        assert by_state[SampleState.WAITING] | by_state[SampleState.PREEMPTED] == set(self._room), "waiting differ"
+        self._tables.check_integrity(resident)
+        self._batch.check_integrity()
+        self._room.check_integrity()
+        seated = {s.req_index for s in living if s.req_index >= 0}
+        assert len(seated) + self._batch.num_free_rows == self.limits.max_num_seqs, "a row is lost"
+        assert not any(s.block_ids for s in living if s not in resident), "a sample without a place holds blocks"
+        assert self._num_unstarted == sum(not r.started for r in self._requests.values()), "unstarted differ"
+        assert self.has_work() or self._pool.num_available == self._pool.num_total, "idle, and blocks are in use"
+
+
+def _milliseconds_left(deadline: float | None, now: float) -> int:
+    return 0 if deadline is None else max(1, math.ceil((deadline - now) * 1000))

@@ -1,0 +1,126 @@
+"""Count who holds which KV block, and remember what the blocks that nobody holds still contain.
+
+Every block but the null block is in exactly one of three places: *free* (contents unknown), *cached* (held by no row,
+contents named by a chain hash, evicted when nothing is free), *in use* (held by one or more rows; may have a name too).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from service_chassis.ids import BlockId
+
+
+class BlockPool:
+    """The blocks of one group. Pure bookkeeping: it does not know rows, steps or policy."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """Make a pool of ``num_blocks`` blocks, of which block 0, the null block, is never handed out."""
+        assert num_blocks >= 2
+        self.num_total = num_blocks - 1
+        self._references = [0] * num_blocks  # block id -> rows that hold it
+        self._free = [BlockId(block) for block in range(num_blocks - 1, 0, -1)]  # a stack; low ids first
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # next to be evicted first
+        self._by_hash: dict[bytes, BlockId] = {}
+        self._hashes: dict[BlockId, tuple[bytes, int]] = {}  # block id -> (chain hash, step that computes it)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out: free ones, then cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_in_use(self) -> int:
+        return self.num_total - self.num_available
+
+    def match(self, hashes: Sequence[bytes], completed: int) -> list[BlockId]:
+        """Return the blocks that hold the longest known head of a chain and were computed by step ``completed``.
+
+        Takes nothing: the blocks are the caller's only after ``hold``.
+        """
+        blocks: list[BlockId] = []
+        for name in hashes:
+            block = self._by_hash.get(name)
+            if block is None or self._hashes[block][1] > completed:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_missing(self, hits: Sequence[BlockId], num_more: int) -> int:
+        """Return how many blocks too few there are to hold ``hits`` and ``num_more`` new ones; negative: to spare."""
+        num_idle_hits = sum(not self._references[block] for block in hits)
+        return num_more + num_idle_hits - self.num_available
+
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """Add one reference to each block, cached or in use."""
+        for block in blocks:
+            if not self._references[block]:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def allocate(self, num_blocks: int) -> list[BlockId]:
+        """Hand out blocks with one reference each. The caller has made sure that there are as many."""
+        assert num_blocks <= self.num_available, f"{num_blocks} blocks asked, {self.num_available} available"
+        taken: list[BlockId] = []
+        for _ in range(num_blocks):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                del self._by_hash[self._hashes.pop(block)[0]]
+            self._references[block] = 1
+            taken.append(block)
+        return taken
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Give back one row's table. Its tail is evicted before its head, since a chain is hit from the head."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if block in self._hashes:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def register(self, block: BlockId, name: bytes, computed_by: int) -> None:
+        """Name the contents that ``block``, which is in use, has once step ``computed_by`` is completed.
+
+        The first block of a name keeps it: two rows that compute the same tokens at once leave one cached block.
+        """
+        if name not in self._by_hash and block not in self._hashes:
+            self._by_hash[name] = block
+            self._hashes[block] = (name, computed_by)
+
+    def forget_cached(self) -> None:
+        """Forget the contents of all blocks that no row holds."""
+        for block in self._cached:
+            del self._by_hash[self._hashes.pop(block)[0]]
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def check_integrity(self, tables: Iterable[Sequence[BlockId]]) -> None:
+        """Raise AssertionError unless the pool agrees with the tables of all rows."""
+        references = [0] * len(self._references)
+        for table in tables:
+            for block in table:
+                references[block] += 1
+        assert references == self._references, "references differ from the tables"
+        assert not references[0], "the null block is in a table"
+        in_use = {BlockId(block) for block, count in enumerate(references) if count}
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert len(free | cached | in_use) == len(free) + len(cached) + len(in_use), "a block is in two places"
+        assert len(free) + len(cached) + len(in_use) == self.num_total, "free + cached + in use is not the total"
+        assert cached <= self._hashes.keys(), "a cached block has no name"
+        assert not free & self._hashes.keys(), "a free block has a name"
+        assert {name: block for block, (name, _) in self._hashes.items()} == self._by_hash, "names and blocks differ"

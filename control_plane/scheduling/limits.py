@@ -1,0 +1,27 @@
+"""What one group can hold, as far as the scheduler must know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Fixed for the life of a group. Whoever builds it has checked the configuration."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """At least ``max_num_seqs``, so that every row can take part in every step."""
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    """The null block included."""
+    max_steps_in_flight: int = 2
+    max_num_waiting: int = 1024
+    """Requests that were in no delta yet."""
+
+    def __post_init__(self) -> None:
+        assert self.max_num_batched_tokens >= self.max_num_seqs >= 1
+        assert self.max_model_len >= 2
+        assert self.num_blocks >= 2
+        assert min(self.block_size, self.max_steps_in_flight) >= 1
