@@ -35,8 +35,8 @@ class ChildProcess:
     ) -> ChildProcess:
         """Start ``python`` with ``arguments``; ``on_exit`` gets the cause and the last log lines, from the event loop.
 
-        A new program, never a fork of this one: gRPC and CUDA survive no fork. A session of its own: Ctrl-C in a terminal
-        is for the control plane, which drains before it ends its workers.
+        A new program, never a fork of this one: gRPC and CUDA survive no fork. A session of its own: Ctrl-C in a
+        terminal is for the control plane, which drains before it ends its workers.
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -7,12 +7,12 @@ import functools
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-import structlog
 from google.protobuf.message import Message
 
 from service_chassis.ids import Rank
+from service_chassis.telemetry import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 
 class RankCallError(Exception):

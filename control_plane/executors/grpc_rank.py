@@ -20,6 +20,12 @@ _UNARY_METHODS = frozenset(
 )
 
 
+def check_unary(method: str) -> None:
+    """Raise ``ValueError`` unless ``method`` is a unary call of WorkerService."""
+    if method not in _UNARY_METHODS:
+        raise ValueError(f"{method} is not a unary call of WorkerService")
+
+
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     """Return the options of a channel to a rank."""
     return [
@@ -55,8 +61,7 @@ class GrpcRank:
 
     async def call(self, method: str, request: Message, *, timeout_s: float, wait_for_ready: bool = False) -> Message:
         """Call a unary method; raises as ``Executor.call``."""
-        if method not in _UNARY_METHODS:
-            raise ValueError(f"{method} is not a unary call of WorkerService")
+        check_unary(method)
         try:
             reply = await getattr(self._worker, method)(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
         except grpc.aio.AioRpcError as error:

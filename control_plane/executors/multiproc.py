@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
-import structlog
 from google.protobuf.message import Message
 
 from control_plane.executors.base import Executor, RankCallError, RankExit, StepsConnection
@@ -15,32 +13,21 @@ from control_plane.executors.child_process import ChildProcess
 from control_plane.executors.exit_board import ExitBoard
 from control_plane.executors.grpc_rank import GrpcRank
 from control_plane.executors.private_directory import PrivateDirectory
+from control_plane.executors.worker_settings import WorkerSettings
 from maniple.v1 import rank_health_pb2, worker_pb2
 from service_chassis.ids import Rank
+from service_chassis.telemetry import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 # How long after a broken connection the exit of its process may take to be known.
 _EXIT_NEWS_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildSettings:
-    """What the children are started with; see ``WorkerConfig``."""
-
-    device: str = "auto"
-    num_threads: int = 0
-    report_interval_s: float = 0.1
-    idle_report_interval_s: float = 1.0
-    max_step_message_bytes: int = 64 << 20
-    log_level: str = "info"
-    log_format: str = "auto"
-
-
 class MultiprocExecutor(Executor):
     """Ranks that live and die with this process."""
 
-    def __init__(self, *, world_size: int, settings: ChildSettings) -> None:
+    def __init__(self, *, world_size: int, settings: WorkerSettings) -> None:
         self.world_size = world_size
         self._settings = settings
         self._exits = ExitBoard()

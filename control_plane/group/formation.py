@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-import structlog
 from google.protobuf.message import Message
 
 from control_plane.executors.base import Executor, RankCallError
@@ -19,10 +18,11 @@ from control_plane.group.settings import GroupFacts, GroupSettings, ModelOnRanks
 from maniple.v1 import worker_pb2
 from service_chassis.errors import InvalidParameter
 from service_chassis.ids import Epoch, Rank, Step
+from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, MAX_PROTOCOL_VERSION, MIN_PROTOCOL_VERSION
+from service_chassis.telemetry import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
-PROTOCOL_VERSION = 1
 M = TypeVar("M", bound=Message)
 # (stage, rank, share done in [0, 1], what for people)
 ProgressCallback = Callable[[str, Rank, float, str], None]
@@ -34,6 +34,7 @@ class Grant:
 
     epoch: Epoch
     incarnations: Mapping[Rank, str]
+    features: frozenset[str]  # those that every rank has; another one is not used
 
 
 class Formation:
@@ -55,6 +56,7 @@ class Formation:
         self._progress = progress
         self._on_granted = on_granted
         self._started_at = time.monotonic()
+        self._version = 0  # of the protocol; the highest that all speak
         self.stage = ""
 
     async def run(self) -> GroupFacts:
@@ -120,6 +122,7 @@ class Formation:
         facts = GroupFacts(
             epoch=epoch,
             formation_id=formation_id,
+            features=grant.features,
             first_step=Step(1),
             device=formed[0].device,
             backend=formed[0].backend,
@@ -159,24 +162,29 @@ class Formation:
         described = await self._on_all("Describe", worker_pb2.DescribeRequest(), worker_pb2.DescribeResponse)
         for rank, description in enumerate(described):
             lowest, highest = description.min_protocol_version, description.max_protocol_version
-            if not lowest <= PROTOCOL_VERSION <= highest:
-                reason = f"rank {rank} speaks versions {lowest} to {highest} of the protocol, not {PROTOCOL_VERSION}"
+            if highest < MIN_PROTOCOL_VERSION or lowest > MAX_PROTOCOL_VERSION:
+                ours = f"{MIN_PROTOCOL_VERSION} to {MAX_PROTOCOL_VERSION}"
+                reason = f"rank {rank} speaks versions {lowest} to {highest} of the protocol, and we speak {ours}"
                 raise GroupNotFormed(LossReason(Rank(rank), reason))
+        self._version = min(MAX_PROTOCOL_VERSION, *(description.max_protocol_version for description in described))
         epoch = Epoch(max(description.epoch for description in described) + 1)
-        incarnations: dict[Rank, str] = {}
+        joined: dict[Rank, worker_pb2.JoinResponse] = {}
         first, *others = self._executor.ranks
         for ranks in ((first,), tuple(others)):
             replies = await asyncio.gather(*(self._join_rank(rank, epoch) for rank in ranks))
-            incarnations |= {rank: reply.incarnation_id for rank, reply in zip(ranks, replies, strict=True)}
-        log.info("epoch.granted", epoch=epoch, owner_id=self._owner_id, num_ranks=len(incarnations))
-        return Grant(epoch=epoch, incarnations=incarnations)
+            joined |= zip(ranks, replies, strict=True)
+        features = frozenset.intersection(*(frozenset(reply.features) for reply in joined.values()))
+        log.info("epoch.held", epoch=epoch, owner_id=self._owner_id, num_ranks=len(joined), features=sorted(features))
+        incarnations = {rank: reply.incarnation_id for rank, reply in joined.items()}
+        return Grant(epoch=epoch, incarnations=incarnations, features=features)
 
     async def _join_rank(self, rank: Rank, epoch: Epoch) -> worker_pb2.JoinResponse:
         request = worker_pb2.JoinRequest(
             epoch=epoch,
             owner_id=self._owner_id,
             owner_address=self._settings.owner_address,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=self._version,
+            features=[FEATURE_FULL_SAMPLING],
             rank=rank,
             world_size=self._executor.world_size,
             lease_ms=int(self._settings.lease_s * 1000),

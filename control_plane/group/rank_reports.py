@@ -97,9 +97,8 @@ class RankReports:
             where = f" in step {failure.step}" if failure.step else ""
             known.failed = f"failed{where}: {failure.kind}: {failure.message}"
         self.saw_state_digest(rank, report.accepted, report.state_digest)
-        phrase = self._token_digests.report(rank, report.completed, report.token_digest) if report.completed else ""
-        if phrase:
-            known.diverged = phrase
+        if report.token_digest:  # 0: the rank does not know it, as after bookkeeping alone
+            known.diverged = known.diverged or self._token_digests.report(rank, report.completed, report.token_digest)
 
     def expect_state_digest(self, step: int, value: int) -> None:
         """Enter our own value, before the delta is sent."""

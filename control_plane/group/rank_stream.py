@@ -13,15 +13,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
-
 from control_plane.executors.base import StepsConnection
 from control_plane.group.step_ledger import StepLedger
 from maniple.v1 import rank_health_pb2, scheduler_delta_pb2, worker_pb2
 from service_chassis.errors import ManipleError, OutOfOrder
 from service_chassis.ids import Epoch, Rank
+from service_chassis.telemetry import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 _FIRST_RETRY_S = 0.02
 _LAST_RETRY_S = 0.5

@@ -53,6 +53,7 @@ class GroupFacts:
 
     epoch: Epoch
     formation_id: str
+    features: frozenset[str]  # of service_chassis.protocol.version, those that every rank has
     first_step: Step
     device: str
     backend: str

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import structlog
-
 from control_plane.executors.base import Executor, RankExit
 from control_plane.group.formation import Formation, Grant, ProgressCallback
 from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
@@ -24,8 +22,9 @@ from control_plane.group.watchdog import Judgement, Verdict, known_loss, move_cl
 from maniple.v1 import rank_health_pb2, scheduler_delta_pb2, worker_pb2
 from service_chassis.errors import Fenced, ManipleError
 from service_chassis.ids import Epoch, Rank
+from service_chassis.telemetry import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 OUTPUT_RANK = Rank(0)
 _RUN = (scheduler_delta_pb2.SchedulerDelta.MODE_UNSPECIFIED, scheduler_delta_pb2.SchedulerDelta.MODE_RUN)
