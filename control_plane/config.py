@@ -271,10 +271,9 @@ def resolve_auto(config: ControlPlaneConfig, *, has_gpu: bool, on_terminal: bool
     if device == "auto":
         device = "cuda" if has_gpu and not config.is_scripted else "cpu"
     on_gpu = device == "cuda"
-    # A machine with an NVIDIA driver has at least one device; more ranks than devices are refused when they start.
     surroundings = Surroundings(
         world_size=config.tensor_parallel_size,
-        num_local_devices=max(config.tensor_parallel_size, 1),
+        num_local_devices=config.tensor_parallel_size,  # whether they fit is seen when they start
         wants_own_process=not config.is_scripted,
     )
     executor = choose_executor(config.executor, surroundings).executor
