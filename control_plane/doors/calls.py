@@ -1,0 +1,46 @@
+"""What all streaming doors do around a generation: admit it, pass its events on, and free it whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from control_plane.doors.converters import CallFacts
+from control_plane.generation import Event, Generation, Started
+
+if TYPE_CHECKING:
+    from control_plane.engine import Engine
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def call_facts(context: Context, engine: Engine) -> CallFacts:
+    """Read deadline, caller and trace of a call."""
+    remaining = context.time_remaining()
+    traceparent = ""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            traceparent = value if isinstance(value, str) else value.decode("ascii", "replace")
+    return CallFacts(
+        deadline=None if remaining is None else engine.now() + remaining,
+        client_identity=context.peer() or "",
+        traceparent=traceparent,
+    )
+
+
+async def events(engine: Engine, generation: Generation, context: Context) -> AsyncGenerator[Event, None]:
+    """Admit a generation and yield its events; it is cancelled when this is closed early.
+
+    Initial metadata leaves with ``Started``: until then a proxy may still retry the call elsewhere, afterwards never.
+    """
+    stream = await engine.generate(generation)
+    try:
+        async for event in stream:
+            if isinstance(event, Started):
+                await context.send_initial_metadata(())
+            yield event
+    finally:
+        # Also when the client went away or its deadline passed: grpc cancels the handler, which closes this.
+        stream.cancel()

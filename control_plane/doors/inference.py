@@ -1,0 +1,139 @@
+"""``maniple.v1.InferenceService``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, NoReturn
+
+from control_plane.doors import converters, prompts
+from control_plane.doors.calls import Context, call_facts, events
+from control_plane.doors.engine_seat import EngineSeat
+from control_plane.doors.limits import check_token_ids
+from control_plane.doors.served_model import ServedModel
+from control_plane.generation import Chunk, Done, Generation, SampleFinished, Started
+from maniple.v1 import inference_pb2, inference_pb2_grpc
+from maniple.v1.inference_pb2 import GenerateResponse
+from service_chassis.errors import InvalidParameter, NotBuilt
+from service_chassis.ids import RequestId
+from service_chassis.interceptors import as_maniple_error
+
+if TYPE_CHECKING:
+    from control_plane.engine import Engine
+
+SERVICE = "maniple.v1.InferenceService"
+
+
+class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
+    """Translate between clients and the engine. Decides nothing."""
+
+    def __init__(
+        self, seat: EngineSeat, served: ServedModel, *, new_seed: Callable[[], int] = converters.draw_seed
+    ) -> None:
+        self._seat = seat
+        self._served = served
+        self._new_seed = new_seed
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        engine = self._seat.engine
+        generation = await converters.to_generation(
+            request,
+            call_facts(context, engine),
+            served=self._served,
+            limits=engine.limits,
+            new_seed=self._new_seed,
+        )
+        async with aclosing(self._responses(engine, generation, context, only_final=request.only_final)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _responses(
+        self, engine: Engine, generation: Generation, context: Context, *, only_final: bool
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        whole = {index: Chunk(index=index) for index in range(generation.sampling.n)} if only_final else {}
+        has_started = False
+        try:
+            async with aclosing(events(engine, generation, context)) as all_events:
+                async for event in all_events:
+                    match event:
+                        case Started():
+                            has_started = True
+                            yield converters.started_response(event)
+                        case Chunk() if only_final:
+                            whole[event.index].token_ids += event.token_ids
+                            whole[event.index].text += event.text
+                        case Chunk():
+                            yield converters.chunk_response(event)
+                        case SampleFinished():
+                            yield converters.finished_response(event, whole.pop(event.index, None))
+                        case Done():
+                            yield converters.done_response(event)
+        except Exception as caught:
+            error = as_maniple_error(caught, method=f"/{SERVICE}/Generate", request_id=generation.request_id)
+            if has_started:
+                # Transcoders lose trailers, so a stream that began says in band how it ended. Before that the status
+                # alone must speak: a message would take the right to retry from proxies.
+                yield GenerateResponse(error=error.stream_error())
+            raise error from caught
+
+    async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
+        if not request.request_id:
+            raise InvalidParameter("request_id", request.request_id, "must not be empty")
+        was_running = self._seat.engine.abort(RequestId(request.request_id))
+        return inference_pb2.AbortResponse(was_running=was_running)
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        self._served.check_name(request.model)
+        text = self._served.text
+        kind = request.WhichOneof("input")
+        asked = request.add_special_tokens if request.HasField("add_special_tokens") else kind == "text"
+        if kind == "text":
+            token_ids = await prompts.text_to_ids(request.text, text, add_special_tokens=asked)
+        elif kind == "chat":
+            token_ids = await prompts.chat_to_ids(request.chat, text, add_special_tokens=asked)
+        else:
+            raise InvalidParameter("input", None, "one of text and chat must be set")
+        limits = self._seat.engine.limits
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limits.max_model_len)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        self._served.check_name(request.model)
+        check_token_ids("token_ids", request.token_ids, self._seat.engine.limits.vocab_size)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        text = self._served.text.tokenizer.decode(request.token_ids, skip_special_tokens=skip)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> inference_pb2.GetModelResponse:
+        self._served.check_name(request.model)
+        served, limits = self._served, self._seat.engine.limits
+        return inference_pb2.GetModelResponse(
+            served_names=served.names,
+            source=served.source,
+            architecture=served.text.architecture,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=served.text.eos_token_ids,
+            has_chat_template=served.text.chat_template is not None,
+            dtype=served.dtype,
+        )
+
+    async def Resume(
+        self, request: inference_pb2.ResumeRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
+        _not_built("Resume")
+        yield  # makes this the generator that the signature promises
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+        _not_built("Embed")
+
+
+def _not_built(method: str) -> NoReturn:
+    raise NotBuilt(f"{SERVICE}/{method} is reserved in the protocol and not built yet")

@@ -1,0 +1,61 @@
+"""Check single values of requests. Each function raises ``InvalidParameter`` naming field, value and rule."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from service_chassis.errors import InvalidParameter
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_CACHE_SALT_BYTES = 256
+
+
+def check_request_id(request_id: str) -> None:
+    """Ids travel in logs, headers and metadata: visible ASCII, not too long."""
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
+        rule = f"must have 1 to {MAX_REQUEST_ID_CHARS} characters"
+        raise InvalidParameter("request_id", request_id, rule)
+    if not all("!" <= character <= "~" for character in request_id):
+        raise InvalidParameter("request_id", request_id, "must be visible ASCII without spaces")
+
+
+def check_number(field: str, value: float, low: float, high: float = math.inf, *, above_low: bool = False) -> float:
+    """Return ``value`` if it is finite and in [low, high], or in (low, high]. NaN is in no range."""
+    inside = (low < value if above_low else low <= value) and value <= high
+    if not (inside and math.isfinite(value)):
+        if high == math.inf:
+            rule = f"must be finite and {'above' if above_low else 'at least'} {low:g}"
+        else:
+            rule = f"must be in {'(' if above_low else '['}{low:g}, {high:g}]"
+        raise InvalidParameter(field, float(f"{value:.6g}"), rule)
+    return value
+
+
+def check_count(field: str, values: Sequence[object], most: int) -> None:
+    """Check the length of a list."""
+    if len(values) > most:
+        raise InvalidParameter(field, f"{len(values)} entries", f"may have at most {most}")
+
+
+def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Check that ids are inside the vocabulary."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidParameter(field, token_id, f"must be inside the vocabulary, [0, {vocab_size})")
+
+
+def parse_json(field: str, text: str, kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
+    """Return the JSON value of a field that holds a list or an object; None where the field is empty."""
+    if not text:
+        return None
+    name = "list" if kind is list else "object"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameter(field, text, f"must be a JSON {name} ({error})") from None
+    if not isinstance(value, kind):
+        raise InvalidParameter(field, text, f"must be a JSON {name}")
+    return value

@@ -1,0 +1,88 @@
+"""Turn what a client wants continued into token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from control_plane.doors.limits import check_token_ids, parse_json
+from control_plane.text.chat_template import ChatTemplate
+from control_plane.text.model_text import ModelText
+from maniple.v1.inference_pb2 import ChatPrompt
+from service_chassis.errors import InvalidParameter
+
+T = TypeVar("T")
+
+# Shorter texts are tokenized at once, in well under a millisecond; longer ones in a thread, beside the event loop.
+_INLINE_CHARS = 4096
+
+
+async def text_to_ids(text: str, model: ModelText, *, add_special_tokens: bool = True) -> list[int]:
+    """Tokenize a text prompt. Raises ``InvalidParameter`` for an empty one."""
+    if not text:
+        raise InvalidParameter("text", text, "must not be empty")
+    encode = model.tokenizer.encode
+    return await _run(len(text), lambda: encode(text, add_special_tokens=add_special_tokens))
+
+
+async def chat_to_ids(chat: ChatPrompt, model: ModelText, *, add_special_tokens: bool = False) -> list[int]:
+    """Render a conversation and tokenize it; the template writes special tokens itself."""
+    template = model.chat_template
+    if chat.chat_template:
+        # A client's program: compiled and run in a thread, whatever it does.
+        source, special_tokens = chat.chat_template, model.special_tokens
+        template = await asyncio.to_thread(lambda: ChatTemplate(source, special_tokens))
+    if template is None:
+        raise InvalidParameter("chat", "no template", "the model has no chat template; send chat_template, or text")
+    found = template
+    messages, options = _messages(chat), _options(chat)
+
+    def render_and_encode() -> list[int]:
+        text = found.render(messages, **options)
+        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    num_chars = _INLINE_CHARS if chat.chat_template else chat.ByteSize()
+    return await _run(num_chars, render_and_encode)
+
+
+def check_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Return a prompt of token ids as it is, or raise ``InvalidParameter``."""
+    if not token_ids:
+        raise InvalidParameter("token_ids", [], "must not be empty")
+    check_token_ids("token_ids", token_ids, vocab_size)
+    return list(token_ids)
+
+
+async def _run(num_chars: int, function: Callable[[], T]) -> T:
+    return function() if num_chars < _INLINE_CHARS else await asyncio.to_thread(function)
+
+
+def _messages(chat: ChatPrompt) -> list[Mapping[str, Any]]:
+    if not chat.messages:
+        raise InvalidParameter("chat.messages", [], "must hold at least one message")
+    messages: list[Mapping[str, Any]] = []
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            raise InvalidParameter(f"chat.messages[{index}].role", message.role, "must not be empty")
+        entry: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.name:
+            entry["name"] = message.name
+        if message.tool_call_id:
+            entry["tool_call_id"] = message.tool_call_id
+        if message.tool_calls_json:
+            entry["tool_calls"] = parse_json(f"chat.messages[{index}].tool_calls_json", message.tool_calls_json, list)
+        messages.append(entry)
+    return messages
+
+
+def _options(chat: ChatPrompt) -> dict[str, Any]:
+    add_generation_prompt = not chat.continue_final_message
+    if chat.HasField("add_generation_prompt"):
+        add_generation_prompt = chat.add_generation_prompt
+    return {
+        "tools": parse_json("chat.tools_json", chat.tools_json, list),
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": chat.continue_final_message,
+        "template_args": parse_json("chat.template_args_json", chat.template_args_json, dict),
+    }

@@ -1,0 +1,143 @@
+"""Resolve and check sampling parameters, for every door, in this one place.
+
+The neutral form is ``maniple.v1.SamplingParams``, where unset is distinct from zero; other doors translate into it.
+Unset values come from the model's generation config, then from the defaults that sampling.proto documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from control_plane.doors.limits import check_count, check_number, check_token_ids
+from control_plane.generation import SamplingChoice, TextChoice
+from control_plane.text.model_text import ModelText
+from control_plane.text.tokenizer import Tokenizer
+from maniple.v1.sampling_pb2 import SamplingParams
+from service_chassis.errors import InvalidParameter, NotBuilt
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_SAMPLES = 64
+
+
+def check_built(wanted: SamplingParams) -> None:
+    """Refuse what the protocol reserves and nothing computes yet, rather than ignore it."""
+    for field in ("structured_output", "logprobs", "prompt_logprobs"):
+        if wanted.HasField(field):
+            raise NotBuilt(f"sampling.{field} is reserved in the protocol and not built yet")
+
+
+def resolve_sampling(
+    wanted: SamplingParams, model: ModelText, *, vocab_size: int, room: int, draw_seed: Callable[[], int]
+) -> SamplingChoice:
+    """Return the choice with every default resolved.
+
+    Args:
+        wanted: what the client wrote.
+        model: its generation defaults and end-of-text ids.
+        vocab_size: ids are below this.
+        room: tokens that fit behind the prompt, at least 1; ``max_tokens`` is clipped to it.
+        draw_seed: called where the client gave no seed.
+    Raises:
+        InvalidParameter: a value is out of its range.
+    """
+    defaults = model.defaults
+
+    def value(field: str, default: float | None, otherwise: float) -> float:
+        if wanted.HasField(field):  # type: ignore[arg-type]  # the names below are fields
+            return float(getattr(wanted, field))
+        return otherwise if default is None else default
+
+    temperature = check_number("temperature", value("temperature", defaults.temperature, 1.0), 0.0)
+    top_p = check_number("top_p", value("top_p", defaults.top_p, 1.0), 0.0, 1.0, above_low=True)
+    top_k = int(check_number("top_k", value("top_k", defaults.top_k, 0), -1))
+    min_p = check_number("min_p", value("min_p", defaults.min_p, 0.0), 0.0, 1.0)
+    repetition = value("repetition_penalty", defaults.repetition_penalty, 1.0)
+    check_number("repetition_penalty", repetition, 0.0, 10.0, above_low=True)
+    presence = check_number("presence_penalty", value("presence_penalty", None, 0.0), -2.0, 2.0)
+    frequency = check_number("frequency_penalty", value("frequency_penalty", None, 0.0), -2.0, 2.0)
+    n = int(check_number("n", value("n", None, 1), 1, MAX_SAMPLES))
+
+    max_tokens = int(check_number("max_tokens", value("max_tokens", defaults.max_tokens, room), 1))
+    if wanted.HasField("max_tokens") and wanted.min_tokens > max_tokens:
+        raise InvalidParameter("min_tokens", wanted.min_tokens, f"must be at most max_tokens, {max_tokens}")
+    max_tokens = min(max_tokens, room)
+    min_tokens = min(wanted.min_tokens, max_tokens)
+
+    check_count("stop_token_ids", wanted.stop_token_ids, MAX_STOP_TOKEN_IDS)
+    check_token_ids("stop_token_ids", wanted.stop_token_ids, vocab_size)
+    stop_token_ids = frozenset(wanted.stop_token_ids)
+    eos_ids = frozenset(one for one in model.eos_token_ids if one < vocab_size and not wanted.ignore_eos)
+    bad_words = _bad_words(wanted, model.tokenizer)
+    allowed = tuple(sorted(set(wanted.allowed_token_ids)))
+    check_token_ids("allowed_token_ids", allowed, vocab_size)
+    if allowed:
+        never = {word[0] for word in bad_words if len(word) == 1}
+        never |= eos_ids | stop_token_ids if min_tokens else set()
+        if never.issuperset(allowed):
+            rule = "must leave an id that bad_words and min_tokens do not forbid"
+            raise InvalidParameter("allowed_token_ids", list(allowed), rule)
+
+    return SamplingChoice(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=0 if top_k <= 0 or top_k >= vocab_size else top_k,
+        min_p=min_p,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        seed=wanted.seed if wanted.HasField("seed") else draw_seed(),
+        n=n,
+        eos_ids=eos_ids,
+        stop_token_ids=stop_token_ids,
+        logit_bias=_logit_bias(wanted, vocab_size),
+        allowed_token_ids=allowed,
+        bad_words=bad_words,
+    )
+
+
+def resolve_text(wanted: SamplingParams, *, skip_text: bool) -> TextChoice:
+    """Return how ids become text. Raises ``InvalidParameter``."""
+    check_count("stop", wanted.stop, MAX_STOP_STRINGS)
+    for stop in wanted.stop:
+        if not stop:
+            raise InvalidParameter("stop", stop, "must not be empty")
+        if len(stop.encode()) > MAX_STOP_BYTES:
+            raise InvalidParameter("stop", stop, f"must have at most {MAX_STOP_BYTES} bytes")
+    return TextChoice(
+        stop=tuple(dict.fromkeys(wanted.stop)),
+        include_stop_str_in_output=wanted.include_stop_str_in_output,
+        skip_special_tokens=wanted.skip_special_tokens if wanted.HasField("skip_special_tokens") else True,
+        skip_text=skip_text,
+    )
+
+
+def _logit_bias(wanted: SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(wanted.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidParameter("logit_bias", f"{len(wanted.logit_bias)} entries", f"may have at most {MAX_LOGIT_BIAS}")
+    check_token_ids("logit_bias", wanted.logit_bias, vocab_size)
+    for bias in wanted.logit_bias.values():
+        check_number("logit_bias", bias, -100.0, 100.0)
+    return tuple(sorted(wanted.logit_bias.items()))
+
+
+def _bad_words(wanted: SamplingParams, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the ways a word is written in tokens: at the beginning of a text, and behind a space."""
+    check_count("bad_words", wanted.bad_words, MAX_BAD_WORDS)
+    written: dict[tuple[int, ...], None] = {}
+    for word in wanted.bad_words:
+        if not word.strip():
+            raise InvalidParameter("bad_words", word, "must not be empty")
+        if len(word.encode()) > MAX_STOP_BYTES:
+            raise InvalidParameter("bad_words", word, f"must have at most {MAX_STOP_BYTES} bytes")
+        for text in (word, " " + word.lstrip()):
+            try:
+                written[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+            except InvalidParameter:
+                continue  # no tokens write it, so no output can hold it
+    return tuple(token_ids for token_ids in written if token_ids)

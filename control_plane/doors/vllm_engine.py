@@ -1,0 +1,192 @@
+"""``vllm.grpc.engine.VllmEngine``: what the stock gateway speaks to engines. Ids in, ids out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import NoReturn
+
+from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
+
+from control_plane.doors import converters, vllm_converters
+from control_plane.doors.calls import Context, call_facts, events
+from control_plane.doors.engine_seat import EngineSeat
+from control_plane.doors.served_model import ServedModel
+from control_plane.doors.tokenizer_archive import TokenizerArchive, pack
+from control_plane.generation import Chunk, SampleFinished, Started
+from service_chassis.errors import NotBuilt
+from service_chassis.ids import RequestId
+
+SERVICE = "vllm.grpc.engine.VllmEngine"
+# Gateways choose how to speak to an engine by this name.
+_SERVER_TYPE = "vllm-grpc"
+
+
+class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # untyped stubs
+    """Translate between the gateway and the engine. Decides nothing."""
+
+    def __init__(
+        self, seat: EngineSeat, served: ServedModel, *, version: str, new_seed: Callable[[], int] = converters.draw_seed
+    ) -> None:
+        self._seat = seat
+        self._served = served
+        self._version = version
+        self._new_seed = new_seed
+        self._archive: TokenizerArchive | None = None
+
+    async def Generate(
+        self, request: vllm_engine_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse, None]:
+        """With ``stream`` chunks of new ids; always one ``complete`` per sample, with all of its ids."""
+        engine = self._seat.engine
+        generation = await converters.to_generation(
+            vllm_converters.to_maniple(request),
+            call_facts(context, engine),
+            served=self._served,
+            limits=engine.limits,
+            new_seed=self._new_seed,
+        )
+        outputs: dict[int, list[int]] = {index: [] for index in range(generation.sampling.n)}
+        num_prompt_tokens = num_cached_tokens = 0
+        async with aclosing(events(engine, generation, context)) as all_events:
+            async for event in all_events:
+                if isinstance(event, Started):
+                    num_prompt_tokens, num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
+                elif isinstance(event, Chunk):
+                    output = outputs[event.index]
+                    output += event.token_ids
+                    if request.stream and event.token_ids:
+                        chunk = vllm_engine_pb2.GenerateStreamChunk(
+                            token_ids=event.token_ids,
+                            prompt_tokens=num_prompt_tokens,
+                            completion_tokens=len(output),
+                            cached_tokens=num_cached_tokens,
+                            index=event.index,
+                        )
+                        yield vllm_engine_pb2.GenerateResponse(chunk=chunk)
+                elif isinstance(event, SampleFinished):
+                    complete = vllm_engine_pb2.GenerateComplete(
+                        output_ids=outputs.pop(event.index),
+                        finish_reason=vllm_converters.FINISH_REASONS[event.reason],
+                        prompt_tokens=num_prompt_tokens,
+                        completion_tokens=event.num_output_tokens,
+                        cached_tokens=num_cached_tokens,
+                        index=event.index,
+                    )
+                    if event.matched_stop is not None:
+                        complete.matched_stop_str = event.matched_stop
+                    elif event.matched_token_id is not None:
+                        complete.matched_token_id = event.matched_token_id
+                    yield vllm_engine_pb2.GenerateResponse(complete=complete)
+
+    async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:
+        engine = self._seat.engine
+        for request_id in request.request_ids:
+            engine.abort(RequestId(request_id))
+        return vllm_engine_pb2.AbortResponse()
+
+    async def HealthCheck(
+        self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
+    ) -> vllm_engine_pb2.HealthCheckResponse:
+        return vllm_engine_pb2.HealthCheckResponse(
+            healthy=self._seat.ready, message=self._seat.not_ready_reason or "ok"
+        )
+
+    async def GetModelInfo(
+        self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
+    ) -> vllm_engine_pb2.GetModelInfoResponse:
+        limits, text = self._seat.engine.limits, self._served.text
+        return vllm_engine_pb2.GetModelInfoResponse(
+            model_path=self._served.source,
+            is_generation=True,
+            max_context_length=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            served_model_name=self._served.names[0],
+            tokenizer_path=self._served.source,
+            model_type=text.model_type,
+            architectures=[text.architecture],
+            eos_token_ids=text.eos_token_ids,
+            pad_token_id=text.pad_token_id or 0,
+            bos_token_id=text.bos_token_id or 0,
+            max_req_input_len=limits.max_model_len - 1,
+            default_sampling_params_json=text.defaults.to_json(),
+        )
+
+    async def GetServerInfo(
+        self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
+    ) -> vllm_engine_pb2.GetServerInfoResponse:
+        engine = self._seat.engine
+        status = engine.status()
+        return vllm_engine_pb2.GetServerInfoResponse(
+            active_requests=status.num_running + status.num_waiting,
+            uptime_seconds=status.uptime_s,
+            server_type=_SERVER_TYPE,
+            data_parallel_size=1,
+            kv_cache_dtype="auto",
+            block_size=engine.limits.block_size,
+            model_dtype=self._served.dtype,
+            max_num_seqs=engine.limits.max_num_seqs,
+        )
+
+    async def GetLoads(
+        self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
+    ) -> vllm_engine_pb2.GetLoadsResponse:
+        engine = self._seat.engine
+        status, limits = engine.status(), engine.limits
+        num_blocks = limits.num_blocks - 1
+        # Cached blocks that can be evicted are free to a request.
+        used = 1 - (status.num_free_blocks + status.num_cached_blocks) / num_blocks
+        queries = status.prefix_cache_queries
+        load = vllm_engine_pb2.SchedulerLoad(
+            num_running_reqs=status.num_running,
+            num_waiting_reqs=status.num_waiting,
+            num_total_reqs=status.num_running + status.num_waiting,
+            num_used_tokens=round(used * num_blocks) * limits.block_size,
+            max_total_num_tokens=num_blocks * limits.block_size,
+            token_usage=used,
+            gen_throughput=status.output_tokens_per_s,
+            cache_hit_rate=status.prefix_cache_hits / queries if queries else 0.0,
+            utilization=min(1.0, status.num_running / limits.max_num_seqs),
+            max_running_requests=limits.max_num_seqs,
+        )
+        return vllm_engine_pb2.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(), version=self._version, dp_rank_count=1, loads=[load]
+        )
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncGenerator[common_pb2.GetTokenizerChunk, None]:
+        """A zip of the tokenizer files in pieces; its hash comes with the last."""
+        if self._archive is None:
+            self._archive = await asyncio.to_thread(lambda: pack(self._served.text.tokenizer_files()))
+        for piece, is_last in self._archive.chunks():
+            yield common_pb2.GetTokenizerChunk(data=piece, sha256=self._archive.sha256 if is_last else "")
+
+    async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: Context) -> vllm_engine_pb2.EmbedResponse:
+        _not_built("Embed")
+
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        _not_built("FlushCache")
+
+    async def StartProfile(
+        self, request: common_pb2.StartProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        _not_built("StartProfile")
+
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> common_pb2.ProfileResponse:
+        _not_built("StopProfile")
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
+        _not_built("SubscribeKvEvents")
+        yield  # makes this the generator that the contract expects
+
+
+def _not_built(method: str) -> NoReturn:
+    raise NotBuilt(f"{SERVICE}/{method} is not built here")
