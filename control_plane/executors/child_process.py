@@ -55,6 +55,11 @@ class ChildProcess:
         """Its process id, also after its end."""
         return self._process.pid
 
+    @property
+    def log_tail(self) -> tuple[str, ...]:
+        """The last lines it said."""
+        return tuple(self._tail)
+
     async def wait(self) -> None:
         """Wait until it ended and its end was reported."""
         await asyncio.shield(self._exit_task)
@@ -91,8 +96,8 @@ class ChildProcess:
         await asyncio.wait({self._log_task}, timeout=_LAST_WORDS_S)
         self._log_task.cancel()
         await asyncio.gather(self._log_task, return_exceptions=True)
-        self.cause = exit_cause(code, tuple(self._tail))
-        self._on_exit(self.cause, tuple(self._tail))
+        self.cause = exit_cause(code, self.log_tail)
+        self._on_exit(self.cause, self.log_tail)
 
 
 def exit_cause(code: int, log_tail: Sequence[str]) -> str:

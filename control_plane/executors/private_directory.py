@@ -6,59 +6,55 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 _PREFIX = "maniple-"
-_LOCK = "lock"
 # A socket's path has at most 107 bytes, and our names inside take fewer than 30.
 _LONGEST = 107 - 30
 
 
 class PrivateDirectory:
-    """A temporary directory, mode 0700, for sockets. Its lock is held for as long as its maker lives."""
+    """A temporary directory, mode 0700, for sockets. It is locked for as long as its maker lives."""
 
     def __init__(self) -> None:
-        """Make it, and remove those whose makers were killed."""
         base = Path(tempfile.gettempdir())
         if len(os.fsencode(base)) + len(_PREFIX) + 10 > _LONGEST:
-            base = Path("/tmp")  # a long TMPDIR would make every socket path too long
+            base = Path("/tmp")  # a long TMPDIR would make every socket's path too long
         _sweep(base)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        # Locked before it has its name, so that nobody finds it unlocked.
-        unnamed = self.path / f"{_LOCK}.new"
-        self._lock_fd = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
-        unnamed.rename(self.path / _LOCK)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            self._lock_fd = _lock(self.path)
+            if self._lock_fd is not None and self.path.exists():
+                return
+            # Another sweep found it in the moment before it was locked.
 
     def remove(self) -> None:
         """Remove it with everything in it. Safe to call twice."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock_fd >= 0:
+        if self._lock_fd is not None:
             os.close(self._lock_fd)
-            self._lock_fd = -1
+            self._lock_fd = None
 
 
 def _sweep(base: Path) -> None:
     for path in base.glob(f"{_PREFIX}*"):
         try:
-            if path.is_symlink() or path.stat().st_uid != os.getuid():
+            if path.stat(follow_symlinks=False).st_uid != os.getuid():
                 continue
-            with _trying_lock(path / _LOCK) as is_abandoned:
-                if is_abandoned:
-                    shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # another one swept it, or it is still being made
+            lock_fd = _lock(path)
+        except OSError:  # removed meanwhile, or no directory
             continue
+        if lock_fd is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock_fd)
 
 
-@contextmanager
-def _trying_lock(path: Path) -> Iterator[bool]:
-    lock_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _lock(path: Path) -> int | None:
+    """Lock a directory and return its descriptor, or None if its maker lives."""
+    lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
     except BlockingIOError:
-        yield False
-    finally:
         os.close(lock_fd)
+        return None
+    return lock_fd

@@ -75,7 +75,11 @@ class UniprocExecutor(Executor):
         """Yield the rank's own reports, at its intervals and whenever it has news."""
         vitals, loop, wake = self._rank.vitals, asyncio.get_running_loop(), asyncio.Event()
         late_s = 0.0
-        with vitals.listening(lambda: loop.call_soon_threadsafe(wake.set)):
+
+        def on_news() -> None:  # from any thread
+            loop.call_soon_threadsafe(wake.set)
+
+        with vitals.listening(on_news):
             while not self._closed.is_set():
                 yield vitals.report(late_s)
                 settings = self._settings

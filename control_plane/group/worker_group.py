@@ -289,8 +289,6 @@ class WorkerGroup:
         return self.settings.step_timeout_s + num_tokens * step_us_per_token / 1e6
 
     def _on_exit(self, end: RankExit) -> None:
-        for line in end.log_tail[-5:]:
-            log.warning("rank.last_words", rank=end.rank, line=line)
         if self._reports is None:
             self._lose(LossReason(end.rank, f"rank {end.rank} exited: {end.cause}"))
         else:

@@ -1,7 +1,7 @@
 """Ranks without processes: they keep the protocol of the Steps stream, compute nothing, and misbehave on request.
 
-``FakeExecutor`` stands for any executor in tests of the group and of the engine. A rank accepts deltas in order, answers
-each RUN step with what ``tokens`` says, keeps results for a resend, and answers every heartbeat with a report.
+``FakeExecutor`` stands for any executor in tests of the group and of the engine. A rank accepts deltas in order,
+answers each RUN step with what ``tokens`` says, keeps results for a resend, and answers a heartbeat with a report.
 """
 
 from __future__ import annotations

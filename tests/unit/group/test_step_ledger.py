@@ -51,11 +51,11 @@ def test_results_are_taken_once_and_in_order() -> None:
 
 def test_oldest_outstanding_step_is_the_first_without_answer_or_not_accepted_by_all() -> None:
     book = ledger(sent(1), sent(2, run=False))
-    assert book.oldest is not None and book.oldest.step == 1
+    assert getattr(book.oldest, "step", None) == 1
     book.accept(R0, 2)
     book.accept(R1, 1)
     book.answer(1)
-    assert book.oldest is not None and book.oldest.step == 2  # bookkeeping that rank 1 has not accepted
+    assert getattr(book.oldest, "step", None) == 2  # bookkeeping that rank 1 has not accepted
     book.accept(R1, 2)
     assert book.oldest is None
 
@@ -78,8 +78,7 @@ def test_digest_check_names_the_rank_in_either_order() -> None:
     assert check.report(R0, 1, 0xAB) == ""
     assert "state digest after step 1 is 00000000000000cd, not 00000000000000ab" in check.report(R1, 1, 0xCD)
     assert check.report(R1, 2, 0xEF) == ""  # our own value is not known yet
-    difference = check.expect(2, 0xEE)
-    assert difference is not None and difference[0] == 1
+    assert (check.expect(2, 0xEE) or (None,))[0] == 1
 
 
 def test_digest_check_ignores_steps_it_has_forgotten() -> None:
