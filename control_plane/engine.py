@@ -1,0 +1,370 @@
+"""Run one group: plan, send, await, publish.
+
+House rules: one loop owns the scheduler and the live requests; everything runs in one event loop, and no method waits
+for a client or a rank. A delta goes out before the tokens of the step before it become text. Whatever ends a request
+early (cancelled stream, passed deadline, ``abort``, drain, lost group) goes through ``_finish``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+from control_plane.deltas import DeltaEncoder, row_payload, step_tokens
+from control_plane.engine_status import EngineLimits, EngineStatus, RequestIds
+from control_plane.generation import FinishReason, Generation
+from control_plane.generation_stream import GenerationStream
+from control_plane.group.loss import LossKind, LossReason
+from control_plane.group.worker_group import OUTPUT_RANK, WorkerGroup
+from control_plane.live_request import LiveRequest
+from control_plane.rates import Rate
+from control_plane.scheduling import request as scheduled
+from control_plane.scheduling.plan import PlanMode, ResultMismatch, SampleOutput, StepPlan
+from control_plane.scheduling.scheduler import Scheduler
+from control_plane.text.tokenizer import Tokenizer
+from maniple.v1.scheduler_delta_pb2 import SchedulerDelta, StepResult
+from service_chassis.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DuplicateRequest,
+    GroupLost,
+    GroupLostBeforeStart,
+    InvalidParameter,
+    ManipleError,
+    NotReady,
+    QueueFull,
+    TakenOver,
+)
+from service_chassis.ids import RequestId, Step
+
+log = structlog.get_logger(__name__)
+
+# Rows that ended while nothing else runs are told to the workers within this time (PROTOCOL B2).
+FLUSH_AFTER_S = 0.05
+# What a client is told to wait when the queue is full. A queue turns over in seconds, not minutes.
+QUEUE_RETRY_S = 1.0
+
+_REASONS = {
+    scheduled.FinishReason.STOP: FinishReason.STOP,
+    scheduled.FinishReason.LENGTH: FinishReason.LENGTH,
+    scheduled.FinishReason.ABORT: FinishReason.ABORT,
+}
+
+
+class Engine:
+    """The requests of one group, from admission to their last event."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        group: WorkerGroup,
+        tokenizer: Tokenizer,
+        limits: EngineLimits,
+        model: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take a formed group and a fresh scheduler of the same limits. ``run`` starts it."""
+        self.limits = limits
+        self.now = clock
+        self.on_lost: Callable[[LossReason], None] = lambda loss: None
+        self._scheduler = scheduler
+        self._encoder = DeltaEncoder()
+        self._group = group
+        self._tokenizer = tokenizer
+        self._model = model
+        self._started_at = clock()
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._ids = RequestIds()  # finished less than a minute ago
+        self._plans: dict[Step, StepPlan] = {}  # RUN steps without a result
+        self._results: deque[StepResult] = deque()  # arrived, not applied
+        self._wake = asyncio.Event()
+        self._flush_at: float | None = None
+        self._closed_reason = ""  # why no new requests are accepted
+        self._readiness: list[Callable[[bool], None]] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._prompt_rate, self._output_rate, self._step_rate = Rate(), Rate(), Rate()
+        group.on_result = self._on_result
+        group.on_accepted = self._on_accepted
+        group.on_lost = self.fail
+        group.on_health = lambda healthy, reason: self._tell_readiness()
+
+    # What doors call
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are accepted."""
+        return not self.not_ready_reason
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why new requests are refused, or nothing."""
+        return self._closed_reason or ("" if self._group.healthy else self._group.health_reason or "not healthy")
+
+    def on_readiness(self, callback: Callable[[bool], None]) -> None:
+        """Call back with ``ready`` now and whenever it may have changed."""
+        self._readiness.append(callback)
+        callback(self.ready)
+
+    async def generate(self, generation: Generation) -> GenerationStream:
+        """Admit a request and return its stream; it waits for its turn from now on.
+
+        Raises:
+            NotReady: draining, or the group is stuck or lost.
+            DuplicateRequest: the id runs, or finished less than a minute ago.
+            QueueFull: too many requests wait.
+            InvalidParameter: it can never run here.
+        """
+        if not self.ready:
+            raise NotReady(f"not accepting requests: {self.not_ready_reason}")
+        request_id = generation.request_id
+        now = self.now()
+        if request_id in self._live or self._ids.is_recent(request_id, now):
+            raise DuplicateRequest(f"request_id={request_id!r}: is running, or finished less than a minute ago")
+        sampling = generation.sampling
+        request = scheduled.Request(
+            request_id=request_id,
+            prompt_token_ids=generation.prompt_token_ids,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop_ids=sampling.eos_ids | sampling.stop_token_ids,
+            n=sampling.n,
+            priority=generation.priority,
+            arrival=now,
+            deadline=generation.deadline,
+            cache_namespace=generation.cache_namespace,
+            skip_reading_prefix_cache=generation.skip_reading_prefix_cache,
+            payload=row_payload(sampling),
+        )
+        if (refusal := self._scheduler.refusal(request)) is not None:
+            raise _refused(refusal, len(generation.prompt_token_ids))
+        stream = GenerationStream(generation, lambda: self._cancel(request_id))
+        self._live[request_id] = LiveRequest.of(generation, stream, self._tokenizer, now)
+        self._scheduler.add(request)
+        self._idle.clear()
+        self._wake.set()
+        return stream
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request; its stream ends with reason abort and its id is free at once. False: it was not running."""
+        self._ids.free(request_id)
+        return self._finish(request_id, scheduled.FinishReason.ABORT, None)
+
+    def status(self) -> EngineStatus:
+        """Say what the engine is doing."""
+        now, scheduler, group = self.now(), self._scheduler, self._group
+        return EngineStatus(
+            model=self._model,
+            uptime_s=now - self._started_at,
+            ready=self.ready,
+            not_ready_reason=self.not_ready_reason,
+            epoch=group.facts.epoch if group.facts else 0,
+            step=scheduler.step - 1,
+            ranks=tuple(group.ranks()),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_free_blocks=scheduler.num_free_blocks,
+            num_cached_blocks=scheduler.num_cached_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens_per_s=self._prompt_rate.per_second(now),
+            output_tokens_per_s=self._output_rate.per_second(now),
+            steps_per_s=self._step_rate.per_second(now),
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
+            num_finished=self._ids.num_finished,
+        )
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix that no row holds; return the number of blocks."""
+        num_blocks = self._scheduler.num_cached_blocks
+        self._scheduler.forget_prefix_cache()
+        return num_blocks
+
+    # What the server calls
+
+    def close(self, reason: str) -> None:
+        """Accept no more requests; those admitted go on."""
+        self._closed_reason = self._closed_reason or reason
+        self._tell_readiness()
+
+    async def drain(self, timeout_s: float | None) -> int:
+        """Wait until nothing runs or waits; after ``timeout_s`` abort what is left. Return how many were aborted."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+            return 0
+        except TimeoutError:
+            left = list(self._live)
+            for request_id in left:
+                self.abort(request_id)
+            return len(left)
+
+    async def run(self) -> None:
+        """Plan, send, await, publish, until cancelled or the group is lost."""
+        while True:
+            outputs = self._apply_results()
+            now = self.now()
+            for request_id in self._scheduler.expired(now):
+                error = DeadlineExceeded("the deadline of the request passed")
+                self._finish(request_id, scheduled.FinishReason.DEADLINE, error)
+            plan = self._scheduler.schedule(now) or self._flush(now)
+            if plan is not None:
+                self._send(plan, now)
+            if plan is not None or outputs:
+                await asyncio.sleep(0)  # the writers' turn: the device waits for the delta, no client for its text
+            self._publish(outputs)
+            if plan is None and not self._results:
+                await self._sleep_until(self._next_alarm())
+
+    # The loop's parts
+
+    def _apply_results(self) -> list[SampleOutput]:
+        outputs: list[SampleOutput] = []
+        while self._results:
+            result = self._results.popleft()
+            plan = self._plans.pop(Step(result.step))
+            try:
+                tokens = step_tokens(result, plan)
+                outputs += self._scheduler.apply(tokens)
+            except ResultMismatch as error:
+                self._group.accuse(OUTPUT_RANK, f"gave an answer that fits no plan: {error}")
+                return outputs
+            self._group.expect_token_digest(result.step, self._encoder.take_tokens(plan, tokens))
+            self._step_rate.add(self.now(), 1)
+        return outputs
+
+    def _send(self, plan: StepPlan, now: float) -> None:
+        delta = self._encoder.encode(plan)
+        runs = plan.mode is PlanMode.RUN
+        if runs:
+            self._plans[plan.step] = plan
+        mode = SchedulerDelta.MODE_RUN if runs else SchedulerDelta.MODE_APPLY_ONLY
+        self._group.send(plan.step, delta, mode, state_digest=self._encoder.state_digest, num_tokens=plan.num_tokens)
+        self._flush_at = None
+        for request in plan.started:
+            if (live := self._live.get(request.request_id)) is not None:
+                live.start(request.num_cached_tokens, now)
+                self._prompt_rate.add(now, len(request.prompt_token_ids))
+
+    def _flush(self, now: float) -> StepPlan | None:
+        """Tell the workers what ended, once it has waited long enough for a step to carry it."""
+        if not self._scheduler.has_unflushed():
+            return None
+        if self._flush_at is None:
+            self._flush_at = now + FLUSH_AFTER_S
+        return self._scheduler.flush() if now >= self._flush_at else None
+
+    def _publish(self, outputs: list[SampleOutput]) -> None:
+        now = self.now()
+        num_tokens = 0
+        for request, index, token_ids, finish, matched_token_id in outputs:
+            num_tokens += len(token_ids)
+            live = self._live.get(request.request_id)
+            if live is None:
+                continue  # ended meanwhile
+            reason = _REASONS[finish] if finish is not None else None
+            if live.push(index, token_ids, reason, matched_token_id, now) is not None and finish is None:
+                self._scheduler.finish(request.request_id, scheduled.FinishReason.STOP, sample_index=index)
+            if live.is_over:
+                self._end(live, None)
+        if num_tokens:
+            self._output_rate.add(now, num_tokens)
+
+    def _next_alarm(self) -> float | None:
+        alarms = [at for at in (self._scheduler.next_deadline(), self._flush_at) if at is not None]
+        return min(alarms, default=None)
+
+    async def _sleep_until(self, alarm: float | None) -> None:
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(None if alarm is None else max(alarm - self.now(), 0.001)):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    # How requests end
+
+    def _cancel(self, request_id: RequestId) -> None:
+        self._finish(request_id, scheduled.FinishReason.ABORT, Cancelled("the client went away"))
+
+    def _finish(self, request_id: RequestId, reason: scheduled.FinishReason, error: ManipleError | None) -> bool:
+        """End a request early, with ``error`` or, without one, with finish reason abort."""
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        self._scheduler.finish(request_id, reason)
+        if error is None:
+            live.abort()
+            self._end(live, None, frees_id=True)
+        else:
+            self._end(live, error, frees_id=live.started_at is None)
+        self._wake.set()
+        return True
+
+    def _end(self, live: LiveRequest, error: ManipleError | None, *, frees_id: bool = False) -> None:
+        """Put the one last event, and write the request's one line."""
+        now = self.now()
+        generation = live.generation
+        del self._live[generation.request_id]
+        self._ids.add_finished(generation.request_id, now, is_free=frees_id)
+        if error is None:
+            live.close(now)
+        else:
+            live.fail(error)
+        log.info(
+            "request.finished",
+            request_id=generation.request_id,
+            reason=type(error).__name__
+            if error
+            else "+".join(sorted({s.reason.value for s in live.samples if s.reason})),
+            num_prompt_tokens=len(generation.prompt_token_ids),
+            num_cached_tokens=live.num_cached_tokens,
+            num_output_tokens=live.num_output_tokens,
+            queued_s=round((live.started_at or now) - live.arrived_at, 4),
+            ttft_s=round(live.first_token_at - live.arrived_at, 4) if live.first_token_at else None,
+            duration_s=round(now - live.arrived_at, 4),
+        )
+        if not self._live:
+            self._idle.set()
+
+    # What the group says
+
+    def _on_result(self, result: StepResult) -> None:
+        self._results.append(result)
+        self._wake.set()
+
+    def _on_accepted(self, step: int) -> None:
+        self._scheduler.acknowledge(Step(step))
+        self._wake.set()
+
+    def fail(self, loss: LossReason) -> None:
+        """End every request, because the group is gone or the engine cannot go on."""
+        self.close(loss.reason)
+        for live in list(self._live.values()):
+            if live.started_at is None:
+                error: ManipleError = GroupLostBeforeStart(
+                    f"the group was lost before the request started: {loss.reason}"
+                )
+            elif loss.kind is LossKind.FENCED:
+                error = TakenOver(f"another control plane holds the group: {loss.reason}")
+            else:
+                error = GroupLost(f"the group was lost: {loss.reason}")
+            self._end(live, error)
+        self.on_lost(loss)
+
+    def _tell_readiness(self) -> None:
+        for callback in self._readiness:
+            callback(self.ready)
+
+
+def _refused(refusal: scheduled.Refusal, num_prompt_tokens: int) -> ManipleError:
+    if refusal.kind is scheduled.RefusalKind.DUPLICATE:
+        return DuplicateRequest(refusal.sentence)
+    if refusal.kind is scheduled.RefusalKind.QUEUE_FULL:
+        return QueueFull(refusal.sentence, retry_after_s=QUEUE_RETRY_S)
+    return InvalidParameter("prompt", f"{num_prompt_tokens} tokens", refusal.sentence)

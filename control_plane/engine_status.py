@@ -1,0 +1,81 @@
+"""What the engine tells doors about itself, and which ids it remembers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from control_plane.group.settings import RankStatus
+from service_chassis.ids import RequestId
+
+# How long the id of a finished request stays taken (DESIGN 9): a proxy's retry must not run it again.
+REMEMBER_ID_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What a request may ask for."""
+
+    max_model_len: int  # prompt and output, tokens
+    vocab_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int  # the null block included
+    max_num_waiting: int
+    dtype: str = ""  # of the weights, as the workers loaded them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """What the engine does now. Rates are per second over the last ten; counts are since the start."""
+
+    model: str
+    uptime_s: float
+    ready: bool
+    not_ready_reason: str
+    epoch: int
+    step: int
+    ranks: tuple[RankStatus, ...]
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_preemptions: int
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    steps_per_s: float
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_finished: int
+
+
+class RequestIds:
+    """The ids of requests that finished less than a minute ago."""
+
+    def __init__(self) -> None:
+        self.num_finished = 0
+        self._finished_at: OrderedDict[RequestId, float] = OrderedDict()  # oldest first
+
+    def add_finished(self, request_id: RequestId, now: float, *, is_free: bool) -> None:
+        """Note the end of a request; its id stays taken unless ``is_free``."""
+        self.num_finished += 1
+        self._forget_old(now)
+        if not is_free:
+            self._finished_at[request_id] = now
+
+    def is_recent(self, request_id: RequestId, now: float) -> bool:
+        """Say whether the id is still taken by a finished request."""
+        self._forget_old(now)
+        return request_id in self._finished_at
+
+    def free(self, request_id: RequestId) -> None:
+        """Make the id usable again."""
+        self._finished_at.pop(request_id, None)
+
+    def _forget_old(self, now: float) -> None:
+        while self._finished_at:
+            request_id, at = next(iter(self._finished_at.items()))
+            if now - at < REMEMBER_ID_S:
+                return
+            del self._finished_at[request_id]

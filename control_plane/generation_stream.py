@@ -1,0 +1,83 @@
+"""Hand a generation's events from the engine to one consumer, however slow it is.
+
+The engine puts and never waits; what was not taken yet is merged, so a stalled client costs memory in proportion to its
+own tokens and delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from control_plane.generation import Chunk, Done, Event, Generation, SampleFinished, Started
+from service_chassis.errors import Cancelled, ManipleError
+
+
+class GenerationStream:
+    """An asynchronous iterator of events for one consumer, in one event loop.
+
+    Ends after ``Done``; raises the ``ManipleError`` with which the request ended badly, after what came before it.
+    """
+
+    def __init__(self, generation: Generation, on_cancel: Callable[[], None]) -> None:
+        self.generation = generation
+        self._on_cancel = on_cancel
+        self._pending: deque[Event | ManipleError] = deque()
+        self._open_chunks: dict[int, Chunk] = {}  # sample index -> the chunk in _pending that may still grow
+        self._wake = asyncio.Event()
+        self._closed = False  # the engine put its last event
+
+    def put_started(self, started: Started) -> None:
+        """Say that the request entered its first delta."""
+        self._put(started)
+
+    def put_tokens(self, index: int, token_ids: list[int], text: str) -> None:
+        """Add output of one sample to the chunk that waits for the consumer, or to a new one."""
+        chunk = self._open_chunks.get(index)
+        if chunk is None:
+            chunk = self._open_chunks[index] = Chunk(index=index, token_ids=list(token_ids), text=text)
+            self._put(chunk)
+        else:
+            chunk.token_ids += token_ids
+            chunk.text += text
+
+    def put_finished(self, finished: SampleFinished) -> None:
+        """End one sample."""
+        self._open_chunks.pop(finished.index, None)
+        self._put(finished)
+
+    def close(self, last: Done | ManipleError) -> None:
+        """Put the last event. What is put later is ignored."""
+        self._put(last)
+        self._closed = True
+
+    def cancel(self) -> None:
+        """Give the generation up: the consumer is gone. Frees its blocks within a step. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._pending.clear()
+            self._pending.append(Cancelled("the request was cancelled by its client"))
+            self._wake.set()
+            self._on_cancel()
+
+    def __aiter__(self) -> GenerationStream:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._pending:
+            if self._closed:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        event = self._pending.popleft()
+        if isinstance(event, ManipleError):
+            raise event
+        if isinstance(event, Chunk) and self._open_chunks.get(event.index) is event:
+            del self._open_chunks[event.index]
+        return event
+
+    def _put(self, event: Event | ManipleError) -> None:
+        if not self._closed:
+            self._pending.append(event)
+            self._wake.set()
