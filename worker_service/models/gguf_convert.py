@@ -1,4 +1,6 @@
-"""Convert a GGUF file once into the directory that a worker loads: ``python -m worker_service.models.gguf_convert SRC DST``.
+"""Convert a GGUF file once into the directory that a worker loads.
+
+``python -m worker_service.models.gguf_convert SRC DST``.
 
 The directory holds bfloat16 ``model.safetensors``, ``config.json``, ``tokenizer.json``, ``tokenizer_config.json`` and
 ``generation_config.json``. It appears whole or not at all. Run it as a process of its own: reading the vocabulary holds

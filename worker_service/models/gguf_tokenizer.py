@@ -1,7 +1,7 @@
 """Rebuild a ``tokenizer.json`` from the byte-level BPE vocabulary that a GGUF file carries.
 
-A GGUF names its pre-tokenizer (``tokenizer.ggml.pre``) and does not spell it out: how each name splits text is knowledge
-of llama.cpp, kept here as a table. Names that are not in it are refused, since a wrong split gives wrong ids silently.
+A GGUF names its pre-tokenizer (``tokenizer.ggml.pre``) and does not spell it out: how each name splits text is
+knowledge of llama.cpp, kept here as a table. Other names are refused, since a wrong split gives wrong ids silently.
 Source of behaviour: llama.cpp's vocabulary loader.
 """
 

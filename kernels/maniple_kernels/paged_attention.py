@@ -1,0 +1,140 @@
+"""Attend to keys and values that lie in blocks: decode, prefill and any mix, causal, grouped heads, sliding window.
+
+For the token at position p of a request, head h, KV head h // (num_heads / num_kv_heads):
+``out = sum_j softmax_j(scale * q . k_j) v_j`` over the positions j of its request with ``max(0, p - window + 1) <= j <=
+p``, where position j lies in block ``block_table[j // block_size]`` at offset ``j % block_size``.
+
+Keys are stored with the head dimension outermost, [num_blocks, num_kv_heads, head_dim, block_size]: the scores of the
+16 keys of a block are then one vector that is accumulated over the head dimension, with no sum across lanes.
+
+Source: Kwon et al. 2023 (paged attention), Milakov and Gimelshein 2018 (online softmax). Behaviour only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from maniple_kernels.backend import fits_cpu_kernels
+
+# Queries of one tile: each block is widened once for so many. 8 is within 3 % of 4 and 16.
+_TILE_QUERIES = 8
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Where the tokens of one step lie. Host arrays, valid until the next step; shared by all layers."""
+
+    block_tables: npt.NDArray[np.int32]  # [num_reqs, max_num_blocks]
+    query_start_loc: npt.NDArray[np.int32]  # [num_reqs + 1]
+    seq_lens: npt.NDArray[np.int32]  # [num_reqs], the tokens of this step included
+    tiles: npt.NDArray[np.int64]  # [num_tiles, 4]: request, first token, tokens, position of the first
+    num_pairs: int  # of a query and a key, about
+
+
+def plan_attention(
+    block_tables: npt.NDArray[np.int32],
+    query_start_loc: npt.NDArray[np.int32],
+    seq_lens: npt.NDArray[np.int32],
+    num_threads: int,
+) -> AttentionPlan:
+    """Cut the step into tiles, dealt out so that contiguous shares of them take the threads equally long."""
+    counts = np.diff(query_start_loc).astype(np.int64)
+    num_tiles = -(-counts // _TILE_QUERIES)
+    request = np.repeat(np.arange(len(counts)), num_tiles)
+    within = (np.arange(len(request)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * _TILE_QUERIES
+    tiles = np.empty((len(request), 4), np.int64)
+    tiles[:, 0] = request
+    tiles[:, 1] = query_start_loc[:-1][request] + within
+    tiles[:, 2] = np.minimum(_TILE_QUERIES, counts[request] - within)
+    tiles[:, 3] = (seq_lens - counts)[request] + within
+    costs = tiles[:, 2] * (tiles[:, 3] + tiles[:, 2])
+    if num_threads > 1 and len(tiles) > 1:
+        costliest_first = np.argsort(-costs, kind="stable")
+        tiles = tiles[np.concatenate([costliest_first[thread::num_threads] for thread in range(num_threads)])]
+    return AttentionPlan(
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        tiles=tiles,
+        num_pairs=int(costs.sum()),
+    )
+
+
+def paged_attention_reference(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int
+) -> Tensor:
+    """As ``paged_attention``, request by request: gather, then torch's attention."""
+    block_size = key_cache.shape[3]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for index, seq_len in enumerate(plan.seq_lens.tolist()):
+        start, end = plan.query_start_loc[index : index + 2].tolist()
+        num_queries = end - start
+        blocks = torch.from_numpy(plan.block_tables[index, : -(-seq_len // block_size)].astype(np.int64))
+        blocks = blocks.to(query.device)
+        keys = key_cache[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :seq_len]  # [num_kv_heads, seq_len, head_dim]
+        values = value_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len]
+        position = torch.arange(seq_len - num_queries, seq_len, device=query.device)[:, None]
+        visible = torch.arange(seq_len, device=query.device)[None] <= position
+        if window > 0:
+            visible &= torch.arange(seq_len, device=query.device)[None] > position - window
+        heads = functional.scaled_dot_product_attention(
+            query[start:end].transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=visible,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out[start:end] = heads[0].transpose(0, 1)
+    return out
+
+
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int = 0
+) -> Tensor:
+    """Attend for all tokens of a step; their own keys and values are in the cache already.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim]; heads of one token lie together, tokens may lie apart.
+        key_cache: [num_blocks, num_kv_heads, head_dim, block_size], contiguous.
+        value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous.
+        plan: of this step.
+        scale: factor of the scores.
+        window: keys that a token sees, itself included; 0: all.
+    Returns:
+        [num_tokens, num_heads, head_dim], a new tensor.
+    """
+    _, num_kv_heads, head_dim, block_size = key_cache.shape
+    if not fits_cpu_kernels(query, head_dim, block_size):
+        return paged_attention_reference(query, key_cache, value_cache, plan, scale, window)
+    from maniple_kernels.cpu.paged_attention import attend_tiles
+    from maniple_kernels.cpu.simd import flat, flat_span
+    from maniple_kernels.cpu.threads import use_threads
+
+    out = torch.empty(query.shape, dtype=query.dtype)
+    use_threads(plan.num_pairs * query.shape[1] * head_dim)
+    attend_tiles(
+        flat_span(query),
+        flat(key_cache),
+        flat(value_cache),
+        plan.block_tables,
+        plan.tiles,
+        (num_kv_heads, query.shape[1] // num_kv_heads, head_dim, block_size, query.stride(0)),
+        np.float32(scale * _LOG2_E),
+        window,
+        flat(out),
+    )
+    return out
+
+
+def attention_scale(head_dim: int) -> float:
+    """Return the usual scale of the scores."""
+    return 1.0 / math.sqrt(head_dim)
