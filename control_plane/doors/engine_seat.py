@@ -47,6 +47,10 @@ class EngineSeat:
         self._engine, self._reason = None, reason
         self._tell(None)
 
+    def report(self, reason: str) -> None:
+        """Say what is being waited for while the seat is empty."""
+        self._reason = reason
+
     def on_readiness(self, callback: Callable[[bool], None]) -> None:
         """Call back with ``ready`` now and whenever it may have changed."""
         self._listeners.append(callback)

@@ -99,13 +99,16 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetModelInfoResponse:
         limits, text = self._seat.engine.limits, self._served.text
+        # A gateway looks there for the tokenizer and asks GetTokenizer where it finds none. A name would send it to the
+        # hub instead.
+        path = str(text.directory or self._served.source)
         return vllm_engine_pb2.GetModelInfoResponse(
-            model_path=self._served.source,
+            model_path=path,
             is_generation=True,
             max_context_length=limits.max_model_len,
             vocab_size=limits.vocab_size,
             served_model_name=self._served.names[0],
-            tokenizer_path=self._served.source,
+            tokenizer_path=path,
             model_type=text.model_type,
             architectures=[text.architecture],
             eos_token_ids=text.eos_token_ids,

@@ -9,6 +9,7 @@ from control_plane.text.detokenizer import Detokenizer
 from control_plane.text.tokenizer import Tokenizer
 
 END = "<end>"
+PLAIN = TextChoice()
 
 
 def of_tokens(*tokens: str) -> Tokenizer:
@@ -24,7 +25,7 @@ def of_bytes(*pieces: bytes) -> Tokenizer:
 def streamed(
     tokenizer: Tokenizer,
     pushes: Iterable[Sequence[int]],
-    text: TextChoice = TextChoice(),
+    text: TextChoice = PLAIN,
     *,
     prompt: Sequence[int] = (),
     min_tokens: int = 0,

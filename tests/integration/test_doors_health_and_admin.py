@@ -1,0 +1,123 @@
+"""``grpc.health.v1`` and ``maniple.v1.AdminService`` over a real socket, before a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from control_plane.engine import Engine
+from maniple.v1 import admin_pb2
+from support.fake_engine import open_doors
+
+INFERENCE = "maniple.v1.InferenceService"
+VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+def named(service: str) -> health_pb2.HealthCheckRequest:
+    return health_pb2.HealthCheckRequest(service=service)
+
+
+@pytest.mark.parametrize("service", [INFERENCE, VLLM_ENGINE])
+async def test_service_is_serving_as_long_as_the_engine_is_ready(service: str) -> None:
+    async with open_doors() as doors:
+        assert (await doors.health.Check(named(service))).status == SERVING
+        doors.engine.set_ready(False, "stuck")
+        assert (await doors.health.Check(named(service))).status == NOT_SERVING
+        assert (await doors.health.Check(named(""))).status == SERVING  # alive all the same
+
+
+async def test_unknown_service_is_not_found() -> None:
+    async with open_doors() as doors:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await doors.health.Check(named("nobody"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = doors.health.Watch(named("nobody"))
+        assert (await watch.read()).status == SERVICE_UNKNOWN
+        watch.cancel()
+
+
+async def test_list_names_every_service() -> None:
+    async with open_doors() as doors:
+        statuses = (await doors.health.List(health_pb2.HealthListRequest())).statuses
+    assert {name: answer.status for name, answer in statuses.items()} == {
+        "": SERVING,
+        INFERENCE: SERVING,
+        VLLM_ENGINE: SERVING,
+    }
+
+
+async def test_watcher_hears_of_changes_at_once_and_of_no_change_again_and_again() -> None:
+    async with open_doors() as doors, asyncio.timeout(10):
+        watch = doors.health.Watch(named(INFERENCE))
+        assert (await watch.read()).status == SERVING
+        assert (await watch.read()).status == SERVING  # repeated, since proxies end silent streams
+        doors.engine.set_ready(False, "draining")
+        while (await watch.read()).status == SERVING:
+            pass
+        doors.engine.set_ready(True)
+        while (await watch.read()).status == NOT_SERVING:
+            pass
+        watch.cancel()
+
+
+async def test_readiness_is_that_of_the_engine_in_the_seat() -> None:
+    async with open_doors() as doors, asyncio.timeout(10):
+        watch = doors.health.Watch(named(INFERENCE))
+        assert (await watch.read()).status == SERVING
+        old = doors.engine
+        doors.seat.leave("the group is formed anew")
+        while (await watch.read()).status == SERVING:
+            pass
+        old.set_ready(True)  # the word of an engine of before counts no more
+        assert (await doors.health.Check(named(INFERENCE))).status == NOT_SERVING
+        doors.seat.take(cast(Engine, old))
+        assert (await doors.health.Check(named(INFERENCE))).status == SERVING
+        watch.cancel()
+
+
+async def test_status_says_what_the_engine_does() -> None:
+    async with open_doors() as doors:
+        status = await doors.admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert (status.model, status.version, status.uptime_s, status.ready) == ("fake", "1.2.3", 5.0, True)
+    assert (status.prefix_cache_queries, status.prefix_cache_hits) == (40, 10)
+    (group,) = status.groups
+    assert (group.state, group.epoch, group.step, group.num_waiting) == ("ready", 1, 7, 2)
+    assert (group.num_free_blocks, group.num_cached_blocks, group.num_total_blocks) == (60, 15, 100)
+
+
+async def test_status_answers_while_there_is_no_engine() -> None:
+    async with open_doors() as doors:
+        doors.seat.leave("loading weights")
+        status = await doors.admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert (status.ready, status.not_ready_reason) == (False, "loading weights")
+    assert [(group.state, group.reason) for group in status.groups] == [("forming", "loading weights")]
+
+
+async def test_drain_reports_until_done() -> None:
+    async with open_doors() as doors:
+        reports = [report async for report in doors.admin.Drain(admin_pb2.DrainRequest(deadline_s=1.5))]
+        assert doors.drained == [1.5]
+        assert reports[-1].num_aborted == 2
+        with pytest.raises(grpc.aio.AioRpcError, match="deadline_s"):
+            [_ async for _ in doors.admin.Drain(admin_pb2.DrainRequest(deadline_s=-1))]
+
+
+async def test_prefix_cache_is_reset_through_the_engine() -> None:
+    async with open_doors() as doors:
+        assert (await doors.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())).num_blocks == 15
+
+
+@pytest.mark.parametrize("method", ["PauseGeneration", "ResumeGeneration", "Sleep", "WakeUp", "LoadLora", "UnloadLora"])
+async def test_what_is_not_built_is_unimplemented_and_says_so(method: str) -> None:
+    async with open_doors() as doors:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await getattr(doors.admin, method)(getattr(admin_pb2, f"{method}Request")())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert method in (caught.value.details() or "")
