@@ -44,6 +44,12 @@ def ready_line(ready: Ready) -> str:
     )
 
 
+def stopping_line(stopping: Stopping) -> str:
+    """Say why the server goes, and whom it waits for."""
+    waits = f"; {stopping.num_running} requests may still finish" if stopping.num_running else ""
+    return f"Stopping: {stopping.reason}{waits}"
+
+
 class Display(Protocol):
     """Shows announcements while its ``with`` block lasts."""
 
@@ -96,8 +102,8 @@ class PlainLines:
                 self._print(f"{stage}, rank {rank}: {'done' if done else 'begun'}{facts}")
             case Ready():
                 self._print(ready_line(announcement))
-            case Stopping(reason=reason, num_running=num_running):
-                self._print(f"Stopping: {reason}; {num_running} requests are still running")
+            case Stopping():
+                self._print(stopping_line(announcement))
 
     def _print(self, line: str) -> None:
         print(line, file=self._out, flush=True)
@@ -139,10 +145,9 @@ class Bars:
             case Ready():
                 self._progress.stop()
                 self._console.print(ready_line(announcement), highlight=False, soft_wrap=True)
-            case Stopping(reason=reason, num_running=num_running):
+            case Stopping():
                 self._progress.stop()
-                line = f"Stopping: {reason}; {num_running} requests are still running"
-                self._console.print(line, highlight=False, soft_wrap=True)
+                self._console.print(stopping_line(announcement), highlight=False, soft_wrap=True)
 
 
 FORMATS = ("auto", "plain", "json")

@@ -50,7 +50,7 @@ def test_prompts_follow_from_the_seed_and_keep_to_their_lengths() -> None:
 def test_lengths_that_are_none_are_refused(text: str) -> None:
     from load import Length
 
-    with pytest.raises(ValueError, match="is no length|invalid literal"):
+    with pytest.raises(ValueError, match=r"is no length|invalid literal"):
         Length.read(text)
 
 
