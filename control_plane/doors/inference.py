@@ -122,7 +122,7 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
             max_model_len=limits.max_model_len,
             eos_token_ids=served.text.eos_token_ids,
             has_chat_template=served.text.chat_template is not None,
-            dtype=served.dtype,
+            dtype=limits.dtype,
         )
 
     async def Resume(

@@ -15,7 +15,6 @@ class ServedModel:
     names: tuple[str, ...]  # at least one; the first is preferred
     source: str  # what the user called it
     text: ModelText
-    dtype: str = ""  # of the weights, as the workers loaded them
 
     def check_name(self, name: str) -> None:
         """Raise ``UnknownModel`` unless ``name`` is unset or one of the served names."""

@@ -130,7 +130,7 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
             data_parallel_size=1,
             kv_cache_dtype="auto",
             block_size=engine.limits.block_size,
-            model_dtype=self._served.dtype,
+            model_dtype=engine.limits.dtype,
             max_num_seqs=engine.limits.max_num_seqs,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from maniple.v1.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, G
 from maniple.v1.sampling_pb2 import SamplingParams, StructuredOutput
 from service_chassis.errors import DuplicateRequest, GroupLost, GroupLostBeforeStart, QueueFull
 from support.fake_engine import Doors, open_doors
+from support.waiting import until
 
 END = 256  # of the scripted model
 
@@ -24,6 +25,12 @@ END = 256  # of the scripted model
 async def ask(doors: Doors, request: GenerateRequest | None = None, **fields: object) -> list[GenerateResponse]:
     request = request or GenerateRequest(**{"text": "hi", **fields})  # type: ignore[arg-type]
     return [response async for response in doors.inference.Generate(request, timeout=10)]
+
+
+async def first(call: Any) -> GenerateResponse:
+    response = await call.read()
+    assert isinstance(response, GenerateResponse)
+    return response
 
 
 async def rest(call: Any) -> list[GenerateResponse]:
@@ -42,16 +49,10 @@ async def refused(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
 
 def error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
     trailers = dict(error.trailing_metadata() or ())
-    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])  # type: ignore[arg-type]
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     return info
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (states of the fake engine, which has no event to offer)
-            await asyncio.sleep(0.005)
 
 
 async def test_generate_streams_started_chunks_finished_done_in_this_order() -> None:
@@ -153,14 +154,14 @@ async def test_cancelled_stream_frees_the_request(started: bool) -> None:
             doors.engine.gate.clear()
         call = doors.inference.Generate(GenerateRequest(request_id="r", text="hi"))
         if started:
-            assert (await call.read()).WhichOneof("event") == "started"
+            assert (await first(call)).HasField("started")
         else:
             # The status flag is the engine's own: the request is in its queue.
             reading = asyncio.ensure_future(call.read())
-            await until(lambda: doors.engine.seen)
+            await until(lambda: doors.engine.seen, "the request")
             reading.cancel()
         call.cancel()
-        await until(lambda: doors.engine.cancelled == ["r"])
+        await until(lambda: doors.engine.cancelled == ["r"], "the cancellation")
 
 
 async def test_passed_deadline_frees_the_request() -> None:
@@ -168,7 +169,7 @@ async def test_passed_deadline_frees_the_request() -> None:
         doors.engine.gate.clear()
         error = await refused(doors.inference.Generate(GenerateRequest(request_id="r", text="hi"), timeout=0.2).read())
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: doors.engine.cancelled == ["r"])
+        await until(lambda: doors.engine.cancelled == ["r"], "the cancellation")
 
 
 async def test_initial_metadata_waits_for_the_first_delta() -> None:
@@ -176,7 +177,7 @@ async def test_initial_metadata_waits_for_the_first_delta() -> None:
         doors.engine.gate.clear()
         call = doors.inference.Generate(GenerateRequest(text="hi", sampling=SamplingParams(max_tokens=1)), timeout=10)
         metadata = asyncio.ensure_future(call.initial_metadata())
-        await until(lambda: doors.engine.seen)
+        await until(lambda: doors.engine.seen, "the request")
         assert not (await asyncio.wait({metadata}, timeout=0.1))[0]
         doors.engine.gate.set()
         await asyncio.wait_for(metadata, 5)
@@ -186,7 +187,7 @@ async def test_initial_metadata_waits_for_the_first_delta() -> None:
 async def test_abort_ends_the_stream_with_reason_abort() -> None:
     async with open_doors() as doors:
         call = doors.inference.Generate(GenerateRequest(request_id="r", text="hi"), timeout=10)
-        assert (await call.read()).WhichOneof("event") == "started"
+        assert (await first(call)).HasField("started")
         assert (await doors.inference.Abort(inference_pb2.AbortRequest(request_id="r"))).was_running
         events = await rest(call)
         assert events[-2].finished.reason == inference_pb2.FINISH_REASON_ABORT
@@ -413,7 +414,8 @@ async def test_mutated_requests_never_cause_an_internal_error() -> None:
                         raw.insert(place, rng.randrange(256))
                     case _ if len(raw) > 1:
                         del raw[place]
-            call = doors.channel.unary_stream("/maniple.v1.InferenceService/Generate")(bytes(raw), timeout=10)
+            generate: Any = doors.channel.unary_stream("/maniple.v1.InferenceService/Generate")
+            call = generate(bytes(raw), timeout=10)
             try:
                 async for message in call:
                     GenerateResponse.FromString(message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import io
 import json
@@ -16,6 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 from support.fake_engine import Doors, open_doors
+from support.waiting import until
 
 END = 256
 
@@ -119,8 +119,7 @@ async def test_abort_ends_the_stream_with_reason_abort_and_unknown_ids_are_fine(
     async with open_doors() as doors:
         doors.engine.gate.clear()
         call = doors.vllm.Generate(request(), timeout=10)
-        while not doors.engine.seen:  # noqa: ASYNC110 (the engine has no event to offer)
-            await asyncio.sleep(0.005)
+        await until(lambda: doors.engine.seen, "the request")
         await doors.vllm.Abort(pb.AbortRequest(request_ids=["r", "nobody"]))
         responses = [response async for response in call]
     assert responses[-1].complete.finish_reason == "abort"

@@ -40,6 +40,7 @@ SCRIPTED_LIMITS = EngineLimits(
     block_size=4,
     num_blocks=101,
     max_num_waiting=16,
+    dtype="float32",
 )
 
 
@@ -181,7 +182,7 @@ async def open_doors(
 ) -> AsyncIterator[Doors]:
     """Serve ``model``'s text side and a fake engine; yields clients of every door."""
     text = load_model_text(model)
-    served = ServedModel(names=("fake", "alias"), source=model, text=text, dtype="float32")
+    served = ServedModel(names=("fake", "alias"), source=model, text=text)
     engine = FakeEngine(text.tokenizer, limits)
     seat = EngineSeat()
     seat.take(cast(Engine, engine))

@@ -1,0 +1,149 @@
+"""The stock gateway in front of a real server: OpenAI HTTP in, our tokens out."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("smg", reason="the gateway's wheel exists for Linux only")
+
+ANSWER = "Ave! 🦩 gradatim."
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def process(command: list[str], log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        started = subprocess.Popen(command, stderr=output, start_new_session=True, **options)
+    try:
+        yield started
+    finally:
+        started.send_signal(signal.SIGTERM)
+        try:
+            started.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+        if started.stdout is not None:
+            started.stdout.close()
+
+
+def free_port() -> int:
+    """The gateway cannot be asked which port it took; one that was free a moment ago has to do."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for_server(server: subprocess.Popen[bytes], log: Path) -> str:
+    assert server.stdout is not None
+    for line in server.stdout:
+        said = json.loads(line)
+        if said.get("event") == "ready":
+            return str(said["address"])
+    raise AssertionError(f"the server ended: {log.read_text()[-2000:]}")
+
+
+def wait_for_gateway(gateway: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and gateway.poll() is None:
+        try:
+            status, _ = exchange(port, "GET", "/readiness")
+            if status == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"the gateway is not ready: {log.read_text()[-2000:]}")
+
+
+def exchange(port: int, method: str, path: str, body: object = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    try:
+        headers = {"content-type": "application/json"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def gateway_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    logs = tmp_path_factory.mktemp("gateway")
+    model = f"scripted:{json.dumps({'forced': list(ANSWER.encode())})}"
+    serve = [sys.executable, "-m", "control_plane.cli", "serve", "--model", model, "--listen", "127.0.0.1:0"]
+    serve += ["--served-model-name", "maniple", "--announce", "json"]
+    with process(serve, logs / "server", stdout=subprocess.PIPE) as server:
+        address = wait_for_server(server, logs / "server")
+        port = free_port()
+        launch = [sys.executable, "-m", "smg", "launch", "--worker-urls", f"grpc://{address}"]
+        launch += ["--host", "127.0.0.1", "--port", str(port)]
+        launch += ["--shutdown-grace-period-secs", "1"]
+        launch += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        with process(launch, logs / "gateway", stdout=subprocess.DEVNULL) as gateway:
+            wait_for_gateway(gateway, port, logs / "gateway")
+            yield port
+
+
+def chat(port: int, **options: object) -> str:
+    body = {"model": "maniple", "messages": [{"role": "user", "content": "Salve?"}], **options}
+    status, answer = exchange(port, "POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    return answer
+
+
+def test_gateway_answers_a_chat_completion(gateway_port: int) -> None:
+    answer = json.loads(chat(gateway_port))
+    assert answer["choices"][0]["message"]["content"] == ANSWER
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    # <|user|> Salve? <|end|> <|assistant|>, and the answer with its end of text, a byte a token.
+    assert answer["usage"]["prompt_tokens"] == 3 + len("Salve?")
+    assert answer["usage"]["completion_tokens"] == len(ANSWER.encode()) + 1
+
+
+def test_gateway_streams_a_chat_completion(gateway_port: int) -> None:
+    lines = [line.removeprefix("data: ") for line in chat(gateway_port, stream=True).splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    choices = [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == ANSWER
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_gateway_passes_the_length_on(gateway_port: int) -> None:
+    answer = json.loads(chat(gateway_port, max_tokens=4))
+    assert answer["choices"][0]["message"]["content"] == ANSWER[:4]
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_gateway_completes_text_and_several_samples(gateway_port: int) -> None:
+    body = {"model": "maniple", "prompt": "Salve?", "n": 2, "max_tokens": 4}
+    status, answer = exchange(gateway_port, "POST", "/v1/completions", body)
+    assert status == 200, answer
+    assert [choice["text"] for choice in json.loads(answer)["choices"]] == [ANSWER[:4]] * 2
+
+
+def test_gateway_stops_at_a_stop_string(gateway_port: int) -> None:
+    answer = json.loads(chat(gateway_port, stop=["grad"]))
+    assert answer["choices"][0]["message"]["content"] == "Ave! 🦩 "
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_bad_request_behind_the_gateway_is_the_clients_fault(gateway_port: int) -> None:
+    body = {"model": "maniple", "messages": [{"role": "user", "content": "x"}], "stop_token_ids": [70000]}
+    status, answer = exchange(gateway_port, "POST", "/v1/chat/completions", body)
+    assert status == 400, answer
+    assert "vocabulary" in answer
+    assert ANSWER in json.loads(chat(gateway_port))["choices"][0]["message"]["content"]
