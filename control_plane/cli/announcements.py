@@ -79,11 +79,11 @@ class JsonLines:
 
 
 class PlainLines:
-    """For logs and pipes: a line when a stage begins and when it is done, not for each percent."""
+    """For logs and pipes: one line when a stage begins, not one for each percent."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._said: dict[tuple[str, Rank], bool] = {}  # (stage, rank) -> whether it was said to be done
+        self._said: set[tuple[str, Rank]] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -93,13 +93,10 @@ class PlainLines:
 
     def __call__(self, announcement: Announcement) -> None:
         match announcement:
-            case StageProgress(stage=stage, rank=rank, share=share, detail=detail):
-                done = share >= 1
-                if self._said.get((stage, rank)) in (done, True):
-                    return
-                self._said[stage, rank] = done
-                facts = f" ({detail})" if detail else ""
-                self._print(f"{stage}, rank {rank}: {'done' if done else 'begun'}{facts}")
+            case StageProgress(stage=stage, rank=rank, detail=detail):
+                if (stage, rank) not in self._said:
+                    self._said.add((stage, rank))
+                    self._print(f"rank {rank}: {stage}" + (f" ({detail})" if detail else ""))
             case Ready():
                 self._print(ready_line(announcement))
             case Stopping():
@@ -140,6 +137,10 @@ class Bars:
             case StageProgress(stage=stage, rank=rank, share=share, detail=detail):
                 key = (stage, rank)
                 if key not in self._tasks:
+                    # A rank is in one stage at a time: what came before is done, whether it said so or not.
+                    for (_, other), task in self._tasks.items():
+                        if other == rank:
+                            self._progress.update(task, completed=1.0, detail="")
                     self._tasks[key] = self._progress.add_task(f"{stage} (rank {rank})", total=1.0, detail="")
                 self._progress.update(self._tasks[key], completed=share, detail=detail)
             case Ready():

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from control_plane.announcement import Ready
+from control_plane.cli.announcements import from_json
 from maniple.v1 import admin_pb2
 from support.fake_server import FakeServer, running
 
@@ -139,43 +143,46 @@ def test_chat_without_a_terminal_keeps_the_conversation_until_reset(server: Fake
     ]
 
 
-def test_ctrl_c_in_chat_ends_the_answer_and_not_the_program(server: FakeServer) -> None:
-    """On a real terminal: a pseudo-terminal, so that Ctrl-C is the byte a person sends."""
-    import pty
+# A session leader without a terminal gets the first one it opens; then Ctrl-C signals the program, as in a shell.
+_TAKE_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.executable, sys.argv[1:])"
 
-    server.generate = server.wait_for_cancel
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execv(sys.executable, [sys.executable, "-m", "control_plane.cli", "chat", "--server", server.address])
+
+@contextmanager
+def on_a_terminal(*words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Run the command on a pseudo-terminal; yield it and the other end."""
+    terminal, inner = os.openpty()
+    command = [sys.executable, "-c", _TAKE_TERMINAL, sys.executable, "-m", "control_plane.cli", *words]
+    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, start_new_session=True)
+    os.close(inner)
     try:
-        screen = _read_until(terminal, "> ")
-        assert "Talking to fake" in screen
-        os.write(terminal, b"Tell me\n")
-        _read_until(terminal, "Once upon")
-        os.write(terminal, b"\x03")
-        screen = _read_until(terminal, "> ")
-        assert "[stopped]" in screen
-        assert server.cancelled.wait(5)
-        os.write(terminal, b"\x03")
-        _read_until(terminal, "/quit or Ctrl-D leaves")
-        os.write(terminal, b"/quit\n")
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        child = 0
+        yield process, terminal
     finally:
-        if child:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        process.kill()
+        process.wait()
         os.close(terminal)
 
 
-def _read_until(terminal: int, wanted: str, timeout_s: float = 20.0) -> str:
-    import select
+def test_ctrl_c_in_chat_ends_the_answer_and_not_the_program(server: FakeServer) -> None:
+    server.generate = server.wait_for_cancel
+    with on_a_terminal("chat", "--server", server.address) as (process, terminal):
+        assert "Talking to fake" in _read_until(terminal, "> ")
+        os.write(terminal, b"Tell me\n")
+        _read_until(terminal, "Once upon")
+        os.write(terminal, b"\x03")
+        assert "[stopped]" in _read_until(terminal, "> ")
+        assert server.cancelled.wait(5)
+        # Pressed until it is seen: an interpreter that shows its prompt may not listen for a moment.
+        _read_until(terminal, "/quit or Ctrl-D leaves", press=b"\x03")
+        os.write(terminal, b"/quit\n")
+        assert process.wait(10) == 0
 
+
+def _read_until(terminal: int, wanted: str, *, press: bytes = b"", timeout_s: float = 20.0) -> str:
     seen, end = "", time.monotonic() + timeout_s
     while wanted not in seen:
-        left_s = end - time.monotonic()
-        assert left_s > 0, f"never saw {wanted!r} in {seen!r}"
-        if select.select([terminal], [], [], left_s)[0]:
+        assert time.monotonic() < end, f"never saw {wanted!r} in {seen!r}"
+        os.write(terminal, press)
+        if select.select([terminal], [], [], 0.5)[0]:
             seen += os.read(terminal, 4096).decode(errors="replace")
     return seen
 
@@ -286,3 +293,99 @@ def test_model_fetch_says_why_the_hub_gave_nothing(tmp_path: Path) -> None:
     done = maniple("model", "fetch", "owner/name", **environ)
     assert done.returncode == 1
     assert "owner/name: cannot be fetched from the hub" in done.stderr
+
+
+# From here on against a real server: control plane, scripted worker, the command people type.
+
+
+@contextmanager
+def serving(model: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], Ready]]:
+    """Run ``maniple serve`` until the block ends; whatever happens the process is gone then."""
+    process = started("serve", "--model", model, "--announce", "json", "--log-level", "warning", *flags)
+    try:
+        assert process.stdout is not None
+        ready = next((one for one in map(from_json, process.stdout) if isinstance(one, Ready)), None)
+        assert ready is not None, f"the server ended with exit code {process.wait()} before it was ready"
+        yield process, ready
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def forced(text: str) -> str:
+    """Return a scripted model that answers every request with ``text``."""
+    return f"scripted:{json.dumps({'forced': [*text.encode(), 256]})}"
+
+
+@pytest.fixture(scope="module")
+def real_address() -> Iterator[str]:
+    with serving(forced("Hello, world"), "--listen", "127.0.0.1:0", "--served-model-name", "one", "two") as (_, ready):
+        yield ready.address
+
+
+def test_ready_announces_what_is_served(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s.sock"
+    with serving("scripted", "--listen", address, "--num-kv-blocks", "9", "--block-size", "4") as (_, ready):
+        assert (ready.address, ready.model, ready.num_blocks, ready.block_size) == (address, "scripted", 8, 4)
+        assert maniple("generate", "Hi", "--max-tokens", "3", "--server", address).returncode == 0
+
+
+def test_generate_and_chat_answer_from_a_real_server(real_address: str) -> None:
+    done = maniple("generate", "Hi", "--stats", "--temperature", "0", "--server", real_address)
+    assert (done.returncode, done.stdout) == (0, "Hello, world\n")
+    # Two bytes of prompt; twelve of answer and the end of text.
+    assert "[2 prompt tokens (0 cached), 13 output tokens" in done.stderr
+    done = maniple("chat", "--server", real_address, stdin="Hi\nAnd then?\n")
+    assert (done.returncode, done.stdout) == (0, "Hello, world\nHello, world\n")
+
+
+def test_stop_string_cuts_the_answer_of_a_real_server(real_address: str) -> None:
+    done = maniple("generate", "Hi", "--stop", ", w", "--server", real_address)
+    assert done.stdout == "Hello\n"
+
+
+def test_status_of_a_real_server_counts_what_was_served(real_address: str) -> None:
+    maniple("generate", "Hi", "--server", real_address)
+    shown = json.loads(maniple("status", "--json", "--server", real_address).stdout)
+    assert (shown["model"], shown["ready"]) == ("one", True)
+    assert int(shown["num_finished"]) >= 1
+    group = shown["groups"][0]
+    assert (group["state"], group["num_running"], group["num_waiting"]) == ("ready", 0, 0)
+    assert group["num_free_blocks"] + group["num_cached_blocks"] >= group["num_total_blocks"]
+
+
+def test_errors_of_a_real_server_are_sentences(real_address: str) -> None:
+    done = maniple("generate", "Hi", "--model", "three", "--server", real_address)
+    assert done.returncode == 1
+    assert "three" in done.stderr
+    done = maniple("generate", "Hi", "--top-p", "7", "--server", real_address)
+    assert done.returncode == 1
+    assert "top_p" in done.stderr
+
+
+def test_port_that_is_taken_is_reported_before_anything_starts(real_address: str) -> None:
+    done = maniple("serve", "--model", "scripted", "--listen", real_address)
+    assert done.returncode == 2
+    assert "--listen" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_an_idle_server_with_exit_code_0(number: signal.Signals) -> None:
+    with serving("scripted", "--listen", "127.0.0.1:0") as (process, _):
+        process.send_signal(number)
+        assert process.wait(10) == 0
+
+
+def test_demo_serves_asks_answers_stops_and_exits_0() -> None:
+    done = maniple("demo", "--model", forced("Because of Rayleigh."))
+    assert done.returncode == 0, done.stderr
+    assert "> Why is the sky blue?" in done.stdout
+    assert "Because of Rayleigh.\n\n[" in done.stdout
+    assert "first token after" in done.stdout
+    assert done.stdout.endswith("`make serve` starts one that stays.\n")
+
+
+def test_demo_passes_on_why_the_server_did_not_start() -> None:
+    done = maniple("demo", "--model", "/nowhere")
+    assert done.returncode == 2
+    assert "--model /nowhere: does not exist" in done.stderr

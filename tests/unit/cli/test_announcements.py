@@ -27,19 +27,29 @@ def test_lines_that_are_no_announcement_are_none(line: str) -> None:
     assert from_json(line) is None
 
 
-def test_plain_lines_say_each_stage_twice_whatever_the_number_of_reports() -> None:
+def test_plain_lines_say_each_stage_once_whatever_the_number_of_reports() -> None:
     out = io.StringIO()
     show = PlainLines(out)
     for percent in range(101):
-        show(StageProgress("load", Rank(0), percent / 100))
+        show(StageProgress("load", Rank(0), percent / 100, "layer 1"))
         show(StageProgress("load", Rank(1), percent / 100))
-    show(StageProgress("load", Rank(0), 1.0))
-    assert out.getvalue().splitlines() == [
-        "load, rank 0: begun",
-        "load, rank 1: begun",
-        "load, rank 0: done",
-        "load, rank 1: done",
-    ]
+    show(StageProgress("warm up", Rank(0), 0.0))
+    assert out.getvalue().splitlines() == ["rank 0: load (layer 1)", "rank 1: load", "rank 0: warm up"]
+
+
+def test_bars_on_a_terminal_end_in_the_ready_line() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    with display("auto", out) as show:
+        show(StageProgress("load", Rank(0), 0.25, "layer 1"))
+        show(StageProgress("warm up", Rank(0), 0.0))
+        show(READY)
+        show(Stopping("SIGTERM", 3))
+    assert ready_line(READY) in out.getvalue()
+    assert "Stopping: SIGTERM; 3 requests may still finish" in out.getvalue()
 
 
 def test_ready_line_says_what_to_type_next() -> None:
