@@ -15,23 +15,23 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 _V1 = "grpc.reflection.v1"
 _V1ALPHA = "grpc.reflection.v1alpha"
 _V1_FILE = "grpc/reflection/v1/reflection.proto"
-_METHOD = "ServerReflectionInfo"
 
 
 def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
     """Serve reflection of ``services`` (full names) and of the reflection services themselves."""
     _register_v1_descriptors()
-    names = (*services, f"{_V1}.ServerReflection", reflection.SERVICE_NAME)
-    servicer = reflection.aio.ReflectionServicer(names)
-    reflection.reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    reflections = (f"{_V1}.ServerReflection", f"{_V1ALPHA}.ServerReflection")
+    servicer = reflection.aio.ReflectionServicer((*services, *reflections))
     # The wire form is the same: v1 bytes are read, and answered, as v1alpha messages.
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    generic = grpc.method_handlers_generic_handler(f"{_V1}.ServerReflection", {_METHOD: handler})
-    server.add_generic_rpc_handlers((generic,))
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers(
+        tuple(grpc.method_handlers_generic_handler(name, methods) for name in reflections)
+    )
 
 
 def _register_v1_descriptors() -> None:
@@ -49,7 +49,8 @@ def _register_v1_descriptors() -> None:
     renamed.ClearField("options")
     for message in renamed.message_type:
         for field in message.field:
-            field.type_name = field.type_name.replace(f".{_V1ALPHA}.", f".{_V1}.")
+            if field.type_name:  # a message; scalars have none, and must not be given an empty one
+                field.type_name = field.type_name.replace(f".{_V1ALPHA}.", f".{_V1}.")
     for service in renamed.service:
         for method in service.method:
             method.input_type = method.input_type.replace(f".{_V1ALPHA}.", f".{_V1}.")

@@ -11,24 +11,32 @@ import sys
 from typing import Literal, TextIO, cast
 
 import structlog
-from structlog.typing import FilteringBoundLogger, Processor
+from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
 LogFormat = Literal["auto", "json", "console"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "json", "console")
 
 
-def configure_logging(level: str = "info", log_format: LogFormat = "auto", *, stream: TextIO | None = None) -> None:
+def configure_logging(
+    level: str = "info", log_format: LogFormat = "auto", *, stream: TextIO | None = None, **facts: object
+) -> None:
     """Set up logging for this process. The last call wins.
 
     Args:
         level: one of LOG_LEVELS; per-step lines exist at debug only.
         log_format: "auto" is colours where ``stream`` is a terminal and JSON elsewhere.
         stream: default standard error, so that standard output stays free for what a command answers.
+        facts: keys that every line of this process carries, on every thread, such as ``rank``.
     """
     stream = stream or sys.stderr
+
+    def add_facts(logger: object, method: str, event: EventDict) -> EventDict:
+        return {**facts, **event}
+
     console = log_format == "console" or (log_format == "auto" and stream.isatty())
     shared: list[Processor] = [
+        add_facts,
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if console else "iso", utc=not console),

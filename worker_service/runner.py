@@ -59,6 +59,10 @@ class LoadOptions:
 class ModelRunner(Protocol):
     """One device's model, KV cache and persistent input batch."""
 
+    @property
+    def device(self) -> str:
+        """cpu, cuda or scripted."""
+
     def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         """Read this rank's shard. Raises ``InvalidParameter`` for a model or dtype that cannot be served."""
 

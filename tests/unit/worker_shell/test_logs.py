@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+
+import pytest
+
+from service_chassis.protocol.delta_log import StepLog
+from service_chassis.telemetry import configure_logging, get_logger
+from worker_service.tombstones import Tombstone, Tombstones
+
+
+def test_step_log_returns_what_comes_after_a_step() -> None:
+    log: StepLog[str] = StepLog()
+    for step in (1, 2, 4, 7):
+        log.append(step, f"s{step}")
+    assert log.after(2) == [(4, "s4"), (7, "s7")]
+    assert log.after(7) == []
+    assert log.after(0) == [(1, "s1"), (2, "s2"), (4, "s4"), (7, "s7")]
+    log.drop_through(4)
+    assert (log.first_step, log.last_step, len(log)) == (7, 7, 1)
+
+
+def test_step_log_forgets_the_oldest_when_full() -> None:
+    log: StepLog[int] = StepLog(max_items=3)
+    for step in range(1, 8):
+        log.append(step, step)
+    assert log.after(0) == [(5, 5), (6, 6), (7, 7)]
+
+
+def test_step_log_refuses_a_step_out_of_order() -> None:
+    log: StepLog[int] = StepLog()
+    log.append(3, 3)
+    with pytest.raises(AssertionError):
+        log.append(3, 3)
+
+
+def tombstone(number: int, at: float) -> Tombstone:
+    return Tombstone(f"r{number}", 0, (1, 2), 1, 1, b"", at)
+
+
+def test_tombstones_keep_the_last_and_only_for_a_while() -> None:
+    kept = Tombstones(keep_s=60, max_kept=3)
+    for number in range(5):
+        kept.add(tombstone(number, at=float(number)))
+    assert [one.request_id for one in kept.all()] == ["r2", "r3", "r4"]
+    kept.expire(now=63.5)
+    assert [one.request_id for one in kept.all()] == ["r4"]
+
+
+def test_tombstones_do_not_age_while_orphaned() -> None:
+    kept = Tombstones(keep_s=60)
+    kept.add(tombstone(0, at=0.0))
+    kept.expire(now=100.0, orphaned_for_s=50.0)
+    assert len(kept) == 1
+    kept.expire(now=111.0, orphaned_for_s=50.0)
+    assert len(kept) == 0
+
+
+@pytest.fixture
+def restored_logging() -> object:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_log_lines_are_json_on_a_pipe_whoever_wrote_them() -> None:
+    stream = io.StringIO()
+    configure_logging("info", stream=stream, rank=3)
+    get_logger(epoch=4).info("group.formed", duration_s=0.5)
+    get_logger().debug("step.applied")
+    logging.getLogger("grpc").warning("from %s", "elsewhere")
+    logging.getLogger("httpx").info("request body")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["group.formed", "from elsewhere"]
+    assert (lines[0]["rank"], lines[0]["epoch"], lines[0]["level"]) == (3, 4, "info")
+    assert lines[1]["rank"] == 3
+
+
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_tracebacks_do_not_show_local_variables(log_format: str) -> None:
+    stream = io.StringIO()
+    configure_logging("info", log_format, stream=stream)  # type: ignore[arg-type]
+    prompt = "".join(["the ", "user's ", "words"])
+    try:
+        raise ValueError(len(prompt))
+    except ValueError:
+        get_logger().exception("call.crashed")
+    assert "ValueError: 16" in stream.getvalue()
+    assert "the user's words" not in stream.getvalue()

@@ -1,0 +1,32 @@
+"""Start one rank: ``python -m worker_service --listen unix:/path --health-listen unix:/path2 --rank 0``."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import sys
+
+from service_chassis.errors import ConfigurationError
+from service_chassis.telemetry import configure_logging
+from worker_service.config import read_config
+from worker_service.server import exit_now, run_worker
+
+_WRONG_CONFIGURATION = 2
+
+
+def main() -> None:
+    """Read the configuration, serve, exit."""
+    try:
+        config = read_config(sys.argv[1:], os.environ)
+        configure_logging(*config.logging(), rank=config.rank)
+        faulthandler.enable()
+        code = asyncio.run(run_worker(config))
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        sys.exit(_WRONG_CONFIGURATION)
+    exit_now(code)
+
+
+if __name__ == "__main__":
+    main()

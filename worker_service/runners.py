@@ -1,0 +1,27 @@
+"""Pick what computes. Imports are late: the scripted model must start in a second, on a machine without torch."""
+
+from __future__ import annotations
+
+from service_chassis.errors import InvalidParameter
+from service_chassis.scripted import parse_scripted
+from worker_service.config import WorkerConfig
+from worker_service.runner import ModelRunner
+
+
+def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
+    """Return the runner for ``model``, with nothing loaded. Raises ``InvalidParameter`` where torch is missing."""
+    options = parse_scripted(model)
+    if options is not None:
+        from worker_service.scripted import ScriptedRunner
+
+        return ScriptedRunner(options, rank=config.rank)
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        rule = "needs torch: install maniple[worker], or use the scripted model"
+        raise InvalidParameter("model", model, rule) from None
+    from worker_service.model_runner import TorchModelRunner
+
+    return TorchModelRunner(
+        device=config.device, rank=config.rank, world_size=config.world_size, num_threads=config.num_threads
+    )

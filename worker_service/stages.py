@@ -1,0 +1,249 @@
+"""Bring a rank from nothing to ready: six stages, each a typed call, each visibly busy while it takes (DESIGN 4).
+
+A stage runs on the device thread, to its end, whatever becomes of who asked for it; what the event loop keeps here is
+where the rank is in its life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from maniple.v1 import worker_pb2
+from service_chassis.errors import InternalError, InvalidParameter, ManipleError, WrongState
+from service_chassis.telemetry import get_logger
+from worker_service.config import WorkerConfig
+from worker_service.heartbeat import Busy, Failure, Vitals, failure_of
+from worker_service.process_group import ProcessGroup, form_process_group
+from worker_service.runner import LoadOptions, ModelFacts, ModelRunner, Progress
+from worker_service.runners import make_runner
+from worker_service.step_loop import StepLoop, freeze_collector
+from worker_service.steps import Steps, new_batch
+
+T = TypeVar("T")
+
+# How long each stage may take before it counts as stuck. Generous: a load may read hundreds of GB from a network disk.
+_UP_TO_S = {"load": 1800.0, "profile": 300.0, "allocate": 300.0, "capture": 900.0}
+
+
+class Stages:
+    """The stages of one rank. All methods run on the event loop."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        vitals: Vitals,
+        step_loop: StepLoop,
+        steps: Steps,
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self.stage: worker_pb2.WorkerStage.ValueType = worker_pb2.WORKER_STAGE_UNSPECIFIED
+        self.limits: worker_pb2.GroupLimits | None = None
+        self.tasks: set[asyncio.Task[Any]] = set()  # stages under way
+        self._config = config
+        self._vitals = vitals
+        self._step_loop = step_loop
+        self._steps = steps
+        self._on_failure = on_failure
+        self._group: ProcessGroup | None = None
+        self._loaded: tuple[LoadOptions, ModelFacts] | None = None
+        self._lock = asyncio.Lock()  # stages run one after another, whoever asks
+
+    @property
+    def device(self) -> str:
+        """What computes; before a model is loaded, what was asked for."""
+        runner = self._step_loop.runner
+        return runner.device if runner is not None else self._config.device
+
+    @property
+    def model(self) -> worker_pb2.ModelDescription | None:
+        """The loaded model."""
+        return _model_description(self._loaded[1]) if self._loaded is not None else None
+
+    @property
+    def model_source(self) -> str:
+        """Where the loaded model came from, or nothing."""
+        return self._loaded[1].source if self._loaded is not None else ""
+
+    def abort_collectives(self) -> None:
+        """Have the device thread come back from a collective that will never end."""
+        if self._group is not None:
+            self._group.abort()
+
+    def leave_formation(self) -> None:
+        """Drop the batch and the communicator; weights stay."""
+        self._steps.drop()
+        self._step_loop.call(self._step_loop.forget_rows)
+        self.abort_collectives()
+        self._group = None
+        self.limits = None
+        self._vitals.formation_id = ""
+        self.stage = worker_pb2.WORKER_STAGE_UNSPECIFIED
+
+    async def form_group(self, request: worker_pb2.FormGroupRequest) -> worker_pb2.FormGroupResponse:
+        return await self._run_stage(self._form_group(request))
+
+    async def _form_group(self, request: worker_pb2.FormGroupRequest) -> worker_pb2.FormGroupResponse:
+        if request.rank != self._config.rank:
+            raise InvalidParameter("rank", request.rank, f"this is rank {self._config.rank}")
+        if self._group is None or request.formation_id != self._group.formation_id:
+            group = form_process_group(request.formation_id, request.rank, request.world_size)
+            self.leave_formation()
+            self._group = group
+            self._vitals.formation_id = group.formation_id
+            self.stage = worker_pb2.WORKER_STAGE_FORMED
+            get_logger().info("group.formed", formation_id=group.formation_id, backend=group.backend)
+        return worker_pb2.FormGroupResponse(device=self.device, backend=self._group.backend)
+
+    async def load_model(self, request: worker_pb2.LoadModelRequest) -> worker_pb2.LoadModelResponse:
+        self._check_stage(worker_pb2.WORKER_STAGE_FORMED)
+        options = LoadOptions(
+            model=request.model,
+            dtype=request.dtype or "auto",
+            max_model_len=request.max_model_len,
+            batch_invariant=request.batch_invariant,
+            max_num_seqs=request.max_num_seqs,
+            max_num_batched_tokens=request.max_num_batched_tokens,
+            block_size=request.block_size,
+        )
+        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if getattr(options, field) < 1:
+                raise InvalidParameter(field, getattr(options, field), "must be at least 1")
+        return await self._run_stage(self._load_model(options))
+
+    async def _load_model(self, options: LoadOptions) -> worker_pb2.LoadModelResponse:
+        started = time.monotonic()
+        if self._loaded is None or self._loaded[0] != options:
+            self._loaded = None
+
+            def load(progress: Progress) -> ModelFacts:
+                self._step_loop.runner = None  # the old weights go before the new ones come
+                runner: ModelRunner = make_runner(options.model, self._config)
+                facts = runner.load_model(options, progress)
+                self._step_loop.runner = runner
+                return facts
+
+            self._loaded = options, await self._on_device("load", load)
+        facts, duration_s = self._loaded[1], time.monotonic() - started
+        self.stage = worker_pb2.WORKER_STAGE_LOADED
+        get_logger().info("model.loaded", architecture=facts.architecture, dtype=facts.dtype, duration_s=duration_s)
+        return worker_pb2.LoadModelResponse(model=_model_description(facts), duration_s=duration_s)
+
+    async def profile_memory(self, request: worker_pb2.ProfileMemoryRequest) -> worker_pb2.ProfileMemoryResponse:
+        self._check_stage(worker_pb2.WORKER_STAGE_LOADED)
+        utilization = request.gpu_memory_utilization or 0.9
+        if not 0 < utilization <= 1:
+            raise InvalidParameter("gpu_memory_utilization", utilization, "must be in (0, 1]")
+        return await self._run_stage(self._profile_memory(utilization))
+
+    async def _profile_memory(self, utilization: float) -> worker_pb2.ProfileMemoryResponse:
+        memory = await self._on_device("profile", lambda _: self._runner.profile_memory(utilization))
+        self.stage = worker_pb2.WORKER_STAGE_PROFILED
+        return worker_pb2.ProfileMemoryResponse(**dataclasses.asdict(memory))
+
+    async def allocate_kv_cache(
+        self, request: worker_pb2.AllocateKvCacheRequest
+    ) -> worker_pb2.AllocateKvCacheResponse:
+        self._check_stage(worker_pb2.WORKER_STAGE_PROFILED)
+        return await self._run_stage(self._allocate_kv_cache(request.limits))
+
+    async def _allocate_kv_cache(self, limits: worker_pb2.GroupLimits) -> worker_pb2.AllocateKvCacheResponse:
+        assert self._loaded is not None
+        _check_limits(limits, self._loaded[0])
+        kv_bytes = await self._on_device("allocate", lambda _: self._runner.allocate_kv_cache(limits.num_blocks))
+        self._steps.begin(new_batch(limits, self._loaded[1]))
+        self.limits = limits
+        self.stage = worker_pb2.WORKER_STAGE_ALLOCATED
+        get_logger().info("kv_cache.allocated", num_blocks=limits.num_blocks, kv_bytes=kv_bytes)
+        return worker_pb2.AllocateKvCacheResponse(kv_bytes=kv_bytes)
+
+    async def warm_up(self, request: worker_pb2.WarmUpRequest) -> worker_pb2.WarmUpResponse:
+        self._check_stage(worker_pb2.WORKER_STAGE_ALLOCATED)
+        return await self._run_stage(self._warm_up(tuple(request.capture_sizes), request.enforce_eager))
+
+    async def _warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool) -> worker_pb2.WarmUpResponse:
+        started = time.monotonic()
+
+        def warm_up(progress: Progress) -> None:
+            self._runner.warm_up(capture_sizes, enforce_eager, progress)
+            freeze_collector()
+
+        if self.stage != worker_pb2.WORKER_STAGE_READY:
+            await self._on_device("capture", warm_up)
+            self.stage = worker_pb2.WORKER_STAGE_READY
+            self._steps.ready = True
+        duration_s = time.monotonic() - started
+        get_logger().info("rank.ready", duration_s=duration_s)
+        return worker_pb2.WarmUpResponse(duration_s=duration_s)
+
+    @property
+    def _runner(self) -> ModelRunner:
+        runner = self._step_loop.runner
+        assert runner is not None, "the stages come in order"
+        return runner
+
+    def _check_stage(self, least: worker_pb2.WorkerStage.ValueType) -> None:
+        if self._vitals.failure is not None:
+            raise WrongState(f"the rank failed: {self._vitals.failure.message}")
+        if self.stage < least:
+            name = worker_pb2.WorkerStage.Name
+            raise WrongState(f"this call needs stage {name(least)}, and the rank is at {name(self.stage)}")
+
+    async def _run_stage(self, body: Coroutine[Any, Any, T]) -> T:
+        """Run one stage to its end, whatever becomes of the caller: the device cannot be interrupted half way."""
+
+        async def alone() -> T:
+            async with self._lock:
+                return await body
+
+        task = asyncio.create_task(alone())
+        self._keep(task)
+        return await asyncio.shield(task)
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        # A caller that went away leaves nobody to take the exception; it was logged where it arose.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _on_device(self, what: str, work: Callable[[Progress], T]) -> T:
+        """Do long work on the device thread, visibly busy. An unknown exception is the rank's failure."""
+        busy = Busy(what, _UP_TO_S[what], time.monotonic())
+
+        def progress(share: float, detail: str) -> None:
+            self._vitals.busy = dataclasses.replace(busy, progress=share, detail=detail)
+
+        self._vitals.busy = busy
+        self._vitals.announce()
+        try:
+            return await asyncio.wrap_future(self._step_loop.call(lambda: work(progress)))
+        except ManipleError:
+            raise
+        except Exception as error:
+            crash = InternalError()
+            get_logger().error("stage.failed", what=what, incident_id=crash.incident_id, exc_info=error)
+            failure = failure_of(error, doing=what)
+            self._on_failure(failure)
+            # Its reader is the owner, who has to say which rank failed of what.
+            crash.message = f"{failure.kind}: {failure.message} (incident {crash.incident_id})"
+            raise crash from error
+        finally:
+            self._vitals.busy = None
+            self._vitals.announce()
+
+
+def _model_description(facts: ModelFacts) -> worker_pb2.ModelDescription:
+    return worker_pb2.ModelDescription(**dataclasses.asdict(facts))
+
+
+def _check_limits(limits: worker_pb2.GroupLimits, loaded: LoadOptions) -> None:
+    for field, least in (("num_blocks", 2), ("max_model_len", 1), ("max_steps_in_flight", 1)):
+        if getattr(limits, field) < least:
+            raise InvalidParameter(f"limits.{field}", getattr(limits, field), f"must be at least {least}")
+    for field in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        if getattr(limits, field) != getattr(loaded, field):
+            rule = f"must be the {getattr(loaded, field)} that the model was loaded for"
+            raise InvalidParameter(f"limits.{field}", getattr(limits, field), rule)

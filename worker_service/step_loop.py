@@ -1,0 +1,183 @@
+"""Run the device: one thread owns it, takes work in order, and posts what came out to the event loop.
+
+House rules of this file:
+- Everything that touches the runner runs on the device thread: the stages as calls, the steps as works, in one queue.
+- The event loop never waits for the device; it is told. The device never waits for the event loop.
+- A step that raises is the end: the state of the device is not known any more, later works are dropped.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from service_chassis.protocol.arrays import token_terms_sum
+from service_chassis.protocol.digest import MASK64
+from service_chassis.telemetry import get_logger
+from worker_service.heartbeat import Vitals
+from worker_service.runner import ModelRunner
+from worker_service.step_work import Mode, NewRow, StepOutput, StepWork
+from worker_service.tombstones import Tombstone, Tombstones
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """One step is done. ``output`` is None where nothing was computed (APPLY_ONLY)."""
+
+    work: StepWork
+    output: StepOutput | None
+    token_digest: int
+    queued_us: int
+    device_us: int
+
+
+class _Call(Generic[T]):
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function = function
+        self.future: Future[T] = Future()
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+
+class StepLoop:
+    """The device thread.
+
+    Args:
+        vitals: its ``running`` is written here.
+        tombstones: rows that leave are buried here.
+        post: hands a callback to the event loop; must be safe from any thread.
+        on_completed: called on the event loop, in step order.
+        on_failed: called on the event loop, at most once, with the step.
+    """
+
+    def __init__(
+        self,
+        vitals: Vitals,
+        tombstones: Tombstones,
+        post: Callable[[Callable[[], None]], None],
+        on_completed: Callable[[CompletedStep], None],
+        on_failed: Callable[[int, Exception], None],
+    ) -> None:
+        self.runner: ModelRunner | None = None  # device thread, set by the call that loads
+        self._vitals = vitals
+        self._tombstones = tombstones
+        self._post = post
+        self._on_completed = on_completed
+        self._on_failed = on_failed
+        # Bounded by who submits: the reader of Steps refuses deltas beyond what may be outstanding.
+        self._queue: SimpleQueue[tuple[StepWork, int] | _Call[object] | None] = SimpleQueue()
+        self._rows: dict[int, NewRow] = {}  # req_index -> as it entered; device thread
+        self._token_digest = 0  # over the known tokens of all rows; device thread
+        self._failed = False  # device thread
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Have the thread end after what is queued. It is a daemon: a device that hangs does not hold the process."""
+        self._queue.put(None)
+
+    def submit(self, work: StepWork) -> None:
+        """Queue a step. Never blocks."""
+        self._queue.put((work, time.perf_counter_ns()))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Queue a call behind all steps before it."""
+        call = _Call(function)
+        self._queue.put(call)  # type: ignore[arg-type]
+        return call.future
+
+    def forget_rows(self) -> None:
+        """Drop all rows; weights and memory stay. Device thread."""
+        self._rows.clear()
+        self._token_digest = 0
+        if self.runner is not None:
+            self.runner.reset()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, _Call):
+                item.run()
+            elif not self._failed:
+                self._step(*item)
+
+    def _step(self, work: StepWork, accepted_ns: int) -> None:
+        runner = self.runner
+        assert runner is not None, "deltas are accepted once the model is loaded"
+        started_ns = time.perf_counter_ns()
+        self._vitals.running = (work.step, time.monotonic())
+        try:
+            self._bury(work, runner)
+            runner.apply(work)
+            output = None
+            if work.mode is Mode.APPLY_ONLY:
+                self._token_digest += sum(self._tokens_digest(row, runner) for row in work.new_rows)
+            else:
+                output = runner.execute(work)
+                self._token_digest = output.token_digest
+        except Exception as error:
+            self._failed = True
+            self._vitals.running = (0, 0.0)
+            get_logger().error("step.failed", step=work.step, exc_info=error)
+            failure = error  # Python unbinds the name of an except clause
+            self._post(lambda: self._on_failed(work.step, failure))
+            return
+        queued_us = (started_ns - accepted_ns) // 1000
+        device_us = (time.perf_counter_ns() - started_ns) // 1000
+        done = CompletedStep(work, output, self._token_digest & MASK64, queued_us, device_us)
+        # First the clock of the step stops, then its completion is told: a report may say "nothing runs" a moment
+        # too early, but never that a completed step still runs.
+        self._vitals.running = (0, 0.0)
+        self._post(lambda: self._on_completed(done))
+
+    def _bury(self, work: StepWork, runner: ModelRunner) -> None:
+        """Keep what rows knew that leave with this step, before the runner forgets them."""
+        now = time.monotonic()
+        for row in work.finished:
+            entered = self._rows.pop(row.req_index)
+            if work.mode is Mode.APPLY_ONLY:  # else the runner says what is left
+                self._token_digest -= self._tokens_digest(entered, runner)
+            tokens = runner.known_tokens(row.req_index)[: row.num_tokens]
+            self._tombstones.add(
+                Tombstone(
+                    request_id=entered.request_id,
+                    sample_index=entered.sample_index,
+                    token_ids=tuple(tokens),
+                    num_prompt_tokens=entered.num_prompt_tokens,
+                    reason=row.reason,
+                    control_blob=entered.control_blob,
+                    buried_at=now,
+                )
+            )
+        for entering in work.new_rows:
+            self._rows[entering.req_index] = entering
+
+    @staticmethod
+    def _tokens_digest(row: NewRow, runner: ModelRunner) -> int:
+        return token_terms_sum(row.row_key, 0, runner.known_tokens(row.req_index))
+
+
+def freeze_collector() -> None:
+    """Take everything that lives now out of the garbage collector's sight. Once, after warm-up.
+
+    What was loaded stays until the end: some hundred thousand objects that every full collection would walk, for tens
+    of milliseconds in the middle of a step.
+    """
+    gc.collect()
+    gc.freeze()

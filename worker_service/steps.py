@@ -1,0 +1,265 @@
+"""Take deltas in order, give results back, over one stream after another (PROTOCOL A).
+
+Everything here runs on the event loop. A delta is checked, applied to the batch state and queued for the device in one
+go, without an await, so nothing comes between an accepted delta and what is reported of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from maniple.v1 import scheduler_delta_pb2, worker_pb2
+from service_chassis.errors import (
+    DeltaRefused,
+    Fenced,
+    InvalidParameter,
+    ManipleError,
+    OutOfOrder,
+    Superseded,
+    WrongState,
+)
+from service_chassis.interceptors import as_maniple_error
+from service_chassis.protocol.delta_log import DeltaLog, StepLog
+from service_chassis.telemetry import get_logger
+from worker_service.batch_state import BatchLimits, BatchState
+from worker_service.config import WorkerConfig
+from worker_service.heartbeat import Failure, Vitals
+from worker_service.ownership import Ownership
+from worker_service.runner import ModelFacts
+from worker_service.step_loop import CompletedStep, StepLoop
+from worker_service.step_work import Mode
+from worker_service.steps_stream import StepsStream
+
+# The owner keeps at most max_steps_in_flight deltas that compute outstanding, but bookkeeping ones are settled by their
+# acceptance and pile up behind a long step. More than this is an owner out of its mind.
+_MAX_QUEUED_STEPS = 4096
+_MIN_RING = 64
+
+Goodbye = worker_pb2.StepsRequest.Goodbye
+Results = StepLog[scheduler_delta_pb2.StepResult]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What belongs to one formation with its limits: gone as a whole when the batch is dropped."""
+
+    state: BatchState
+    deltas: DeltaLog  # as they were accepted, for an adopter
+    results: Results
+
+
+def new_batch(limits: worker_pb2.GroupLimits, facts: ModelFacts) -> Batch:
+    """Return an empty batch with rings that outlast what may be outstanding."""
+    batch_limits = BatchLimits(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        vocab_size=facts.vocab_size,
+        num_kv_groups=facts.num_kv_groups,
+    )
+    ring = max(2 * limits.max_steps_in_flight, _MIN_RING)
+    return Batch(BatchState(batch_limits), DeltaLog(ring), Results(ring))
+
+
+class Steps:
+    """The stream side of a rank."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        ownership: Ownership,
+        vitals: Vitals,
+        step_loop: StepLoop,
+        on_failure: Callable[[Failure], None],
+        on_goodbye: Callable[[Goodbye.Kind.ValueType], None],
+    ) -> None:
+        self.batch: Batch | None = None  # set from AllocateKvCache to the drop of the batch
+        self.ready = False  # deltas are accepted
+        self._config = config
+        self._ownership = ownership
+        self._vitals = vitals
+        self._step_loop = step_loop
+        self._on_failure = on_failure
+        self._on_goodbye = on_goodbye
+        self._stream: StepsStream | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Start counting steps of a formation."""
+        self.batch = batch
+        self._vitals.accepted = (batch.state.accepted, batch.state.digest)
+        self._vitals.completed = (batch.state.accepted, 0)
+
+    def drop(self) -> None:
+        """Forget the batch. Completions of steps that are still queued are ignored from now on."""
+        self.batch = None
+        self.ready = False
+        self._vitals.accepted = self._vitals.completed = (0, 0)
+
+    def end_stream(self, error: ManipleError | None) -> None:
+        """End the present stream, if there is one."""
+        if self._stream is not None:
+            self._stream.end(error)
+            self._stream = None
+
+    def report_now(self) -> None:
+        """Report on the present stream at once."""
+        if self._stream is not None:
+            self._stream.report_now()
+
+    def _results_after(self, step: int) -> list[tuple[int, scheduler_delta_pb2.StepResult]]:
+        return self.batch.results.after(step) if self.batch is not None else []
+
+    async def serve(self, requests: AsyncIterator[worker_pb2.StepsRequest]) -> AsyncIterator[worker_pb2.StepsResponse]:
+        """Serve one stream from its Hello on."""
+        epoch, hello = await self._hello(requests)
+        refused = self._ownership.greets(epoch, hello.owner_id)
+        if refused is not None:
+            get_logger().warning("hello.refused", epoch=epoch, reason=refused.reason)
+            raise Fenced(refused.reason)
+        self.end_stream(Superseded(f"a newer Steps stream of epoch {epoch} replaced this one"))
+        stream = self._stream = StepsStream(
+            self._vitals,
+            self._results_after,
+            last_result_step=hello.last_result_step,
+            report_interval_s=self._config.report_interval_s,
+            idle_report_interval_s=self._config.idle_report_interval_s,
+        )
+        self._ownership.heard(time.monotonic())
+        accepted, digest = self._vitals.accepted
+        get_logger().info("stream.opened", epoch=epoch, accepted=accepted, last_result_step=hello.last_result_step)
+        reader = asyncio.create_task(self._read(stream, requests))
+        try:
+            yield worker_pb2.StepsResponse(
+                welcome=worker_pb2.StepsResponse.Welcome(
+                    incarnation_id=self._vitals.incarnation_id,
+                    accepted=accepted,
+                    completed=self._vitals.completed[0],
+                    state_digest=digest,
+                )
+            )
+            async for message in stream.messages():
+                yield message
+        finally:
+            stream.ended = True
+            if self._stream is stream:
+                self._stream = None
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _hello(
+        self, requests: AsyncIterator[worker_pb2.StepsRequest]
+    ) -> tuple[int, worker_pb2.StepsRequest.Hello]:
+        rule = "the first message of a stream must be hello"
+        try:
+            async with asyncio.timeout(self._config.hello_timeout_s):
+                first = await anext(requests)
+        except (StopAsyncIteration, TimeoutError):
+            raise InvalidParameter("message", None, rule) from None
+        if first.WhichOneof("message") != "hello":
+            raise InvalidParameter("message", first.WhichOneof("message"), rule)
+        return first.epoch, first.hello
+
+    async def _read(self, stream: StepsStream, requests: AsyncIterator[worker_pb2.StepsRequest]) -> None:
+        """Take messages until the stream ends, on either side. Never waits for the device."""
+        try:
+            async for request in requests:
+                if stream.ended:
+                    return
+                self._take(stream, request)
+                if stream.ended:
+                    return
+            stream.end()  # without a goodbye: a transport loss, the lease runs on
+        except Exception as error:
+            stream.end(as_maniple_error(error, method="Steps"))
+
+    def _take(self, stream: StepsStream, request: worker_pb2.StepsRequest) -> None:
+        which = request.WhichOneof("message")
+        if which == "hello":
+            raise InvalidParameter("message", which, "hello comes first and only first")
+        if which == "delta":
+            self._take_delta(stream, request.epoch, request.delta)
+            return
+        if self._ownership.refusal(request.epoch) is not None:
+            return  # unnumbered and stale: dropped
+        self._ownership.heard(time.monotonic())
+        if which == "goodbye":
+            get_logger().info("owner.left", epoch=request.epoch, goodbye=Goodbye.Kind.Name(request.goodbye.kind))
+            self._on_goodbye(request.goodbye.kind)
+            stream.end()
+        # A sample input is for a step that awaits one, and no step does: deltas with awaits_mask are refused.
+
+    def _take_delta(self, stream: StepsStream, epoch: int, raw: bytes) -> None:
+        expected = {"expected_step": str(self._vitals.accepted[0] + 1)}
+        refused = self._ownership.refusal(epoch)
+        if refused is not None:
+            raise Fenced(refused.reason, metadata=expected)
+        self._ownership.heard(time.monotonic())
+        if self._vitals.failure is not None:
+            raise WrongState(f"the rank failed: {self._vitals.failure.message}")
+        if self.batch is None or not self.ready:
+            raise WrongState("deltas are accepted once all six stages are done")
+        was_active = self._vitals.active
+        try:
+            self._accept(self.batch, raw)
+        except OutOfOrder as error:
+            get_logger().warning("delta.refused", epoch=epoch, reason=error.message)
+            raise
+        except DeltaRefused as error:
+            # Found before anything changed, but resending cannot help: the rank and its owner differ for good.
+            self._on_failure(Failure(type(error).__name__, error.message, int(expected["expected_step"])))
+            raise
+        if not was_active:
+            self._vitals.announce()
+            stream.became_active()
+
+    def _accept(self, batch: Batch, raw: bytes) -> None:
+        """Check a delta, apply it to the batch state, queue it. Raises ``OutOfOrder`` or ``DeltaRefused``."""
+        try:
+            delta = scheduler_delta_pb2.SchedulerDelta.FromString(raw)
+        except DecodeError:
+            raise DeltaRefused(f"a delta of {len(raw)} bytes is not a well-formed SchedulerDelta") from None
+        due = batch.state.accepted + 1
+        if delta.step != due:
+            what = "a gap" if delta.step > due else "a repetition"
+            raise OutOfOrder(
+                f"step {delta.step} is {what}: the expected step is {due}", metadata={"expected_step": str(due)}
+            )
+        if delta.awaits_mask:
+            raise DeltaRefused(f"step {delta.step}: awaits_mask: masks are not built yet")
+        if due - self._vitals.completed[0] > _MAX_QUEUED_STEPS:
+            raise DeltaRefused(f"step {delta.step}: more than {_MAX_QUEUED_STEPS} deltas wait for the device")
+        work = batch.state.apply(delta)
+        batch.deltas.append(delta.step, raw)
+        self._vitals.accepted = (batch.state.accepted, batch.state.digest)
+        self._step_loop.submit(work)
+        if work.mode is Mode.APPLY_ONLY:
+            self.report_now()  # it has no result: its acceptance is what others wait for
+
+    def on_completed(self, done: CompletedStep) -> None:
+        """Take what the device thread made of one step."""
+        batch, step = self.batch, done.work.step
+        if batch is None or step != self._vitals.completed[0] + 1:
+            return  # of a batch that was dropped
+        self._vitals.completed = (step, done.token_digest)
+        if done.work.mode is not Mode.RUN or done.output is None:
+            return
+        if self._config.rank != 0:
+            return  # the output rank answers
+        batch.results.append(
+            step,
+            scheduler_delta_pb2.StepResult(
+                step=step,
+                token_ids=done.output.token_ids.tolist(),
+                device_us=done.output.device_us or done.device_us,
+                queued_us=done.queued_us,
+            ),
+        )
+        if self._stream is not None:
+            self._stream.result_ready()
