@@ -45,12 +45,14 @@ async def _collect(
     deadline = asyncio.get_running_loop().time() + timeout_s
     pending = set(tasks.values())
     try:
-        while not all(tasks[rank].done() for rank in named):
+        while True:
             left_s = deadline - asyncio.get_running_loop().time()
             done, pending = await asyncio.wait(pending, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
             for rank, task in tasks.items():
                 if task in done:
                     _raise_failure(rank, method, task, timeout_s)
+            if all(tasks[rank].done() for rank in named):
+                break
             if not done:
                 raise _late(method, tasks, timeout_s)
     except BaseException:

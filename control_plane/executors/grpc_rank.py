@@ -41,7 +41,7 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         # A rank that is just starting, or a broken connection, is tried again at once; the default waits a second.
         ("grpc.initial_reconnect_backoff_ms", 20),
         ("grpc.min_reconnect_backoff_ms", 500),
-        ("grpc.max_reconnect_backoff_ms", 500),
+        ("grpc.max_reconnect_backoff_ms", 100),
         # Workers are never behind the proxy that the environment names for the rest of the world.
         ("grpc.enable_http_proxy", 0),
     ]

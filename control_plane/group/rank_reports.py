@@ -32,6 +32,7 @@ class RankReports:
             ranks=[RankState(rank, heard_steps_at=now, heard_health_at=now) for rank in sorted(incarnations)],
             heartbeat_timeout_s=heartbeat_timeout_s,
             step_timeout_s=step_timeout_s,
+            ticked_at=now,
         )
         self.fenced_by: Epoch | None = None
         self._epoch = epoch

@@ -76,8 +76,8 @@ class GroupState:
     ranks: list[RankState]
     heartbeat_timeout_s: float
     step_timeout_s: float
+    ticked_at: float  # when the watcher last looked; set when it begins, so that its first absence counts too
     oldest: StepState | None = None
-    ticked_at: float | None = None
     opinion_from: float = field(default=float("-inf"))
 
 
@@ -88,7 +88,7 @@ def move_clock(state: GroupState, now: float, tick_s: float) -> float:
     long absence (SIGSTOP, a paused machine) it keeps silent until a full heartbeat timeout has passed, because ranks
     that were paused with it must first speak again.
     """
-    late_s = 0.0 if state.ticked_at is None else max(0.0, now - state.ticked_at - tick_s)
+    late_s = max(0.0, now - state.ticked_at - tick_s)
     state.ticked_at = now
     if not late_s:
         return 0.0
@@ -165,7 +165,8 @@ def _step(now: float, state: GroupState) -> Judgement:
     behind = [rank for rank in state.ranks if rank.accepted < oldest.step]
     if behind:
         waited_s = now - oldest.sent_at
-        if waited_s > oldest.budget_s:
+        # Its stream may be broken and under repair, which is no verdict before silence would be one.
+        if waited_s > max(oldest.budget_s, state.heartbeat_timeout_s):
             reason = f"did not accept step {oldest.step} within {waited_s:.1f} s"
             return Judgement(Verdict.LOST, behind[0].rank, reason)
         return Judgement(Verdict.HEALTHY)

@@ -194,6 +194,12 @@ class WorkerGroup:
             self._reports.expect_token_digest(step, value)
             self._act_on_facts()
 
+    def accuse(self, rank: Rank, phrase: str) -> None:
+        """End the group because of an answer of ``rank`` that cannot be true; ``phrase`` goes on after "rank N"."""
+        if self._reports is not None:
+            self._reports.on_misbehaved(rank, phrase)
+            self._act_on_facts()
+
     # What ranks say; see StreamListener
 
     def on_welcome(self, rank: Rank, welcome: worker_pb2.StepsResponse.Welcome) -> None:

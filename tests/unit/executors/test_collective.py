@@ -55,6 +55,14 @@ async def test_calls_are_under_way_before_anybody_awaits() -> None:
         await answers
 
 
+async def test_call_that_fails_before_anybody_waits_names_its_rank() -> None:
+    calls = Calls(1)
+    answers = calls.start()
+    calls.ends[Rank(0)].set_exception(ConnectionError("gone"))
+    with pytest.raises(RankCallError, match="rank 0: LoadModel: gone"):
+        await answers
+
+
 async def test_first_failure_wins_names_its_rank_and_cancels_the_others() -> None:
     calls = Calls(3)
     answers = calls.start()
