@@ -1,0 +1,93 @@
+"""Run an engine over a real group of the scripted model in this process, without doors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from control_plane.config import ControlPlaneConfig, resolve_auto
+from control_plane.engine import Engine
+from control_plane.generation import Chunk, Done, Generation, SampleFinished, SamplingChoice, Started, TextChoice
+from control_plane.generation_stream import GenerationStream
+from control_plane.server import build_engine, build_group
+from control_plane.text.model_text import load_model_text
+from service_chassis.ids import RequestId
+
+END = 256  # end of text of the scripted model's byte vocabulary
+
+
+def scripted(**options: Any) -> str:
+    """Return the model string of the scripted model with options."""
+    return "scripted:" + json.dumps(options) if options else "scripted"
+
+
+@asynccontextmanager
+async def running_engine(model: str = "scripted", **config: Any) -> AsyncIterator[Engine]:
+    """Form a group, run an engine on it, and check the books when the block ends."""
+    config = {"executor": "uni", "device": "cpu", "log_level": "warning", **config}
+    resolved = resolve_auto(ControlPlaneConfig(model=model, **config), has_gpu=False, on_terminal=False)
+    group = build_group(resolved, model, "")
+    facts = await group.form()
+    engine = build_engine(resolved, group, facts, load_model_text(model).tokenizer)
+    loop = asyncio.create_task(engine.run())
+    try:
+        yield engine
+        assert not loop.done(), loop.exception()
+    finally:
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+        await group.teardown("the test is over")
+    engine.check_integrity()
+
+
+@dataclass
+class Collected:
+    """Everything that one stream brought."""
+
+    started: Started | None = None
+    token_ids: dict[int, list[int]] = field(default_factory=dict)  # sample index -> ids
+    text: dict[int, str] = field(default_factory=dict)
+    finished: dict[int, SampleFinished] = field(default_factory=dict)
+    done: Done | None = None
+
+
+async def collect(stream: GenerationStream) -> Collected:
+    """Read a stream to its end."""
+    got = Collected()
+    async for event in stream:
+        match event:
+            case Started():
+                assert got.started is None
+                got.started = event
+            case Chunk():
+                assert event.index not in got.finished
+                got.token_ids.setdefault(event.index, []).extend(event.token_ids)
+                got.text[event.index] = got.text.get(event.index, "") + event.text
+            case SampleFinished():
+                assert event.index not in got.finished
+                got.finished[event.index] = event
+            case Done():
+                got.done = event
+    return got
+
+
+def generation(
+    request_id: str, prompt: Sequence[int], *, text: TextChoice | None = None, **sampling: Any
+) -> Generation:
+    """Return a request; greedy and without an end of text unless ``sampling`` says otherwise."""
+    of_generation = {
+        name: sampling.pop(name)
+        for name in ("priority", "cache_namespace", "skip_reading_prefix_cache", "deadline")
+        if name in sampling
+    }
+    return Generation(
+        request_id=RequestId(request_id),
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingChoice(**{"temperature": 0.0, "max_tokens": 8, **sampling}),
+        text=text or TextChoice(skip_text=True),
+        **of_generation,
+    )
