@@ -22,7 +22,7 @@ from doors import make_door
 from load import Door, Length, make_prompts, run_closed, run_open
 from report import compare, summarize, table
 
-OURS, PEER = "maniple", "peer"
+PEER = "peer"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,7 +105,7 @@ async def measure(door: Door, name: str, arguments: argparse.Namespace, vocab_si
 
 
 async def bench(arguments: argparse.Namespace, processes: Sequence[subprocess.Popen[bytes] | None]) -> dict[str, Any]:
-    sides = [(OURS, arguments.door, arguments.url)]
+    sides = [(arguments.door, arguments.door, arguments.url)]
     if arguments.peer:
         sides.append((PEER, arguments.peer_door, arguments.peer))
     runs: list[dict[str, Any]] = []
@@ -134,13 +134,13 @@ async def bench(arguments: argparse.Namespace, processes: Sequence[subprocess.Po
         "runs": runs,
     }
     if arguments.peer:
-        result |= compare(runs, OURS, PEER)
+        result |= compare(runs, arguments.door, PEER)
     return result
 
 
 def main() -> int:
     arguments = parser().parse_args()
-    with started(arguments.start, OURS) as ours, started(arguments.start_peer, PEER) as peer:
+    with started(arguments.start, arguments.door) as ours, started(arguments.start_peer, PEER) as peer:
         result = asyncio.run(bench(arguments, [ours, peer] if arguments.peer else [ours]))
     print(result["load"])
     print(table(result["runs"]))
