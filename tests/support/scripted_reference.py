@@ -1,4 +1,4 @@
-"""The scripted model by its definition, one token at a time in plain Python: the independent source of expected tokens."""
+"""The scripted model by its definition, one token at a time in plain Python: where expected tokens come from."""
 
 from __future__ import annotations
 

@@ -173,7 +173,8 @@ class WorkerProcess:
     def __init__(self, process: asyncio.subprocess.Process, directory: Path, parent_write_fd: int) -> None:
         self.process = process
         self.parent_write_fd = parent_write_fd
-        options = [("grpc.use_local_subchannel_pool", 1)]
+        # The socket appears a moment after the process; the default would try again after a second.
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 20)]
         self._channel = grpc.aio.insecure_channel(f"unix:{directory}/w.sock", options=options)
         self._health_channel = grpc.aio.insecure_channel(f"unix:{directory}/h.sock", options=options)
         self.stub: Any = worker_pb2_grpc.WorkerServiceStub(self._channel)
