@@ -132,6 +132,7 @@ class Batch:
                 sample.due_tick += 1
                 self._due[sample.due_tick].append(sample)
             else:
+                sample.due_tick = -1  # a sample that was paused in between may be filed twice under one tick
                 yield sample
 
     def set_paused(self, sample: Sample, paused: bool) -> None:

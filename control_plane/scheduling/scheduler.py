@@ -140,9 +140,13 @@ class Scheduler:
         """Something ended or was taken that no delta has said so of yet."""
         return bool(self._ended or self._lost or self._forget)
 
-    def request(self, request_id: RequestId) -> Request | None:
-        """Return a living request."""
-        return self._requests.get(request_id)
+    def requests(self) -> list[Request]:
+        """Return the living, in the order in which they came."""
+        return list(self._requests.values())
+
+    def num_computed_tokens(self, sample: Sample) -> int:
+        """Tokens of a living sample in the cache once all planned steps are done."""
+        return self._batch.num_computed_tokens(sample)
 
     # --- requests come and go
 
