@@ -14,7 +14,7 @@ from control_plane.text.template_sandbox import TemplateEnvironment, TemplateRef
 from service_chassis.errors import InvalidParameter
 
 MAX_TEMPLATE_BYTES = 128 * 1024
-MAX_PROMPT_BYTES = 16 * 1024 * 1024
+MAX_PROMPT_CHARS = 8 * 1024 * 1024
 _CONTINUE_MARK = "\x00continue\x00"  # no template and no text holds NUL
 
 
@@ -91,8 +91,8 @@ class ChatTemplate:
         try:
             for part in self._template.generate(variables):
                 size += len(part)
-                if size > MAX_PROMPT_BYTES:
-                    raise TemplateRefused(f"the prompt grew beyond {MAX_PROMPT_BYTES} characters")
+                if size > MAX_PROMPT_CHARS:
+                    raise TemplateRefused(f"the prompt grew beyond {MAX_PROMPT_CHARS} characters")
                 parts.append(part)
         except Exception as error:  # a template can raise anything: it is a program of somebody else
             raise InvalidParameter("chat", roles, f"the chat template failed: {said(error)}") from error

