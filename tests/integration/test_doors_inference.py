@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Awaitable
 from typing import Any
@@ -16,7 +17,7 @@ from maniple.v1 import errors_pb2, inference_pb2
 from maniple.v1.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, GenerateResponse, TokenIds
 from maniple.v1.sampling_pb2 import SamplingParams, StructuredOutput
 from service_chassis.errors import DuplicateRequest, GroupLost, GroupLostBeforeStart, QueueFull
-from support.fake_engine import Doors, open_doors
+from support.fake_engine import SCRIPTED_LIMITS, Doors, open_doors
 from support.waiting import until
 
 END = 256  # of the scripted model
@@ -315,6 +316,17 @@ async def test_bad_requests_are_invalid_argument_naming_the_field_and_the_server
         assert wrong == []
         doors.engine.output = [*b"fine", END]
         assert (await ask(doors))[-1].WhichOneof("event") == "done"
+
+
+async def test_prompt_that_needs_more_blocks_than_exist_is_refused_and_the_next_works() -> None:
+    limits = dataclasses.replace(SCRIPTED_LIMITS, num_blocks=4)  # three of four tokens, beside the null block
+    async with open_doors(limits=limits) as doors:
+        error = await refused(doors.inference.Generate(GenerateRequest(token_ids=TokenIds(ids=[1] * 12))).read())
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "3 blocks hold 12 tokens" in (error.details() or "")
+        doors.engine.output = [1, 2, 3]
+        events = await ask(doors, GenerateRequest(token_ids=TokenIds(ids=[1] * 11)))
+        assert events[-2].finished.num_output_tokens == 1  # what is left of the blocks
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""Defaults and clipping of sampling parameters. What is out of range is in the table of test_doors_inference."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from control_plane.doors.sampling_rules import resolve_sampling, resolve_text
+from control_plane.generation import SamplingChoice
+from control_plane.text.model_text import GenerationDefaults, load_model_text
+from maniple.v1.sampling_pb2 import SamplingParams
+
+MODEL = load_model_text("scripted")
+END = 256
+
+
+def resolve(room: int = 50, defaults: GenerationDefaults | None = None, **wanted: Any) -> SamplingChoice:
+    model = MODEL if defaults is None else dataclasses.replace(MODEL, defaults=defaults)
+    return resolve_sampling(SamplingParams(**wanted), model, vocab_size=260, room=room, draw_seed=lambda: 77)
+
+
+def test_unset_means_the_documented_defaults() -> None:
+    assert resolve() == SamplingChoice(max_tokens=50, seed=77, eos_ids=frozenset({END}))
+
+
+def test_unset_takes_the_models_generation_config_first() -> None:
+    defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, max_tokens=9)
+    choice = resolve(defaults=defaults)
+    assert (choice.temperature, choice.top_p, choice.top_k) == (0.6, 0.9, 40)
+    assert (choice.min_p, choice.repetition_penalty, choice.max_tokens) == (0.1, 1.1, 9)
+
+
+def test_a_set_value_wins_over_the_generation_config_even_where_it_is_zero() -> None:
+    defaults = GenerationDefaults(temperature=0.6, top_k=40, min_p=0.1)
+    choice = resolve(defaults=defaults, temperature=0.0, top_k=0, min_p=0.0)
+    assert (choice.temperature, choice.top_k, choice.min_p) == (0.0, 0, 0.0)
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 260, 2**31 - 1])
+def test_top_k_that_keeps_every_token_is_off(top_k: int) -> None:
+    assert resolve(top_k=top_k).top_k == 0
+
+
+def test_tiny_temperature_is_kept_for_the_sampler_to_take_as_greedy() -> None:
+    assert resolve(temperature=1e-6).temperature == pytest.approx(1e-6)
+
+
+def test_tokens_are_clipped_to_the_context() -> None:
+    choice = resolve(room=4, min_tokens=20)
+    assert (choice.max_tokens, choice.min_tokens) == (4, 4)
+    assert resolve(room=4, max_tokens=1000).max_tokens == 4
+
+
+def test_ignore_eos_drops_the_end_of_text_and_keeps_stop_ids() -> None:
+    choice = resolve(ignore_eos=True, stop_token_ids=[7, 7])
+    assert (choice.eos_ids, choice.stop_token_ids) == (frozenset(), frozenset({7}))
+
+
+def test_seed_is_drawn_only_where_none_was_given() -> None:
+    assert resolve(seed=0).seed == 0
+    assert resolve(seed=2**64 - 1).seed == 2**64 - 1
+
+
+def test_bad_word_is_banned_at_the_beginning_and_behind_a_space() -> None:
+    assert resolve(bad_words=["no", " no"]).bad_words == (tuple(b"no"), tuple(b" no"))
+
+
+def test_lists_of_ids_are_sorted_and_without_repeats() -> None:
+    choice = resolve(allowed_token_ids=[9, 3, 9], logit_bias={5: 1.0, 2: -1.0})
+    assert choice.allowed_token_ids == (3, 9)
+    assert choice.logit_bias == ((2, -1.0), (5, 1.0))
+
+
+def test_text_choice_keeps_stops_in_order_without_repeats() -> None:
+    choice = resolve_text(SamplingParams(stop=["b", "a", "b"], skip_special_tokens=False), skip_text=True)
+    assert choice.stop == ("b", "a")
+    assert (choice.skip_special_tokens, choice.skip_text) == (False, True)
+    assert resolve_text(SamplingParams(), skip_text=False).skip_special_tokens
