@@ -18,7 +18,7 @@ from service_chassis.telemetry import get_logger
 from worker_service.config import WorkerConfig
 from worker_service.heartbeat import Busy, Failure, Vitals, failure_of
 from worker_service.process_group import ProcessGroup, form_process_group
-from worker_service.runner import LoadOptions, ModelFacts, ModelRunner, Progress
+from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, ModelRunner, Progress
 from worker_service.runners import make_runner
 from worker_service.step_loop import StepLoop, freeze_collector
 from worker_service.steps import Steps, new_batch
@@ -50,6 +50,7 @@ class Stages:
         self._on_failure = on_failure
         self._group: ProcessGroup | None = None
         self._loaded: tuple[LoadOptions, ModelFacts] | None = None
+        self._profiled: MemoryFacts | None = None
         self._lock = asyncio.Lock()  # stages run one after another, whoever asks
 
     @property
@@ -84,22 +85,24 @@ class Stages:
         self.stage = worker_pb2.WORKER_STAGE_UNSPECIFIED
 
     async def form_group(self, request: worker_pb2.FormGroupRequest) -> worker_pb2.FormGroupResponse:
-        return await self._run_stage(self._form_group(request))
+        """Stage 1. Another formation than the present one begins anew, with the weights that are loaded."""
 
-    async def _form_group(self, request: worker_pb2.FormGroupRequest) -> worker_pb2.FormGroupResponse:
-        if request.rank != self._config.rank:
-            raise InvalidParameter("rank", request.rank, f"this is rank {self._config.rank}")
-        if self._group is None or request.formation_id != self._group.formation_id:
-            group = form_process_group(request.formation_id, request.rank, request.world_size)
-            self.leave_formation()
-            self._group = group
-            self._vitals.formation_id = group.formation_id
-            self.stage = worker_pb2.WORKER_STAGE_FORMED
-            get_logger().info("group.formed", formation_id=group.formation_id, backend=group.backend)
-        return worker_pb2.FormGroupResponse(device=self.device, backend=self._group.backend)
+        async def form() -> worker_pb2.FormGroupResponse:
+            if request.rank != self._config.rank:
+                raise InvalidParameter("rank", request.rank, f"this is rank {self._config.rank}")
+            if self._group is None or request.formation_id != self._group.formation_id:
+                group = form_process_group(request.formation_id, request.rank, request.world_size)
+                self.leave_formation()
+                self._group = group
+                self._vitals.formation_id = group.formation_id
+                self.stage = worker_pb2.WORKER_STAGE_FORMED
+                get_logger().info("group.formed", formation_id=group.formation_id, backend=group.backend)
+            return worker_pb2.FormGroupResponse(device=self.device, backend=self._group.backend)
+
+        return await self._run(worker_pb2.WORKER_STAGE_UNSPECIFIED, worker_pb2.WORKER_STAGE_READY, form)
 
     async def load_model(self, request: worker_pb2.LoadModelRequest) -> worker_pb2.LoadModelResponse:
-        self._check_stage(worker_pb2.WORKER_STAGE_FORMED)
+        """Stage 2. What is loaded already is not loaded again."""
         options = LoadOptions(
             model=request.model,
             dtype=request.dtype or "auto",
@@ -112,72 +115,76 @@ class Stages:
         for field in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(options, field) < 1:
                 raise InvalidParameter(field, getattr(options, field), "must be at least 1")
-        return await self._run_stage(self._load_model(options))
 
-    async def _load_model(self, options: LoadOptions) -> worker_pb2.LoadModelResponse:
-        started = time.monotonic()
-        if self._loaded is None or self._loaded[0] != options:
-            self._loaded = None
+        async def load() -> worker_pb2.LoadModelResponse:
+            started = time.monotonic()
+            if self._loaded is None or self._loaded[0] != options:
+                self._loaded = self._profiled = None
+                self._loaded = options, await self._on_device("load", lambda progress: self._load(options, progress))
+            facts, duration_s = self._loaded[1], time.monotonic() - started
+            self.stage = worker_pb2.WORKER_STAGE_LOADED
+            get_logger().info("model.loaded", architecture=facts.architecture, dtype=facts.dtype, duration_s=duration_s)
+            return worker_pb2.LoadModelResponse(model=_model_description(facts), duration_s=duration_s)
 
-            def load(progress: Progress) -> ModelFacts:
-                self._step_loop.runner = None  # the old weights go before the new ones come
-                runner: ModelRunner = make_runner(options.model, self._config)
-                facts = runner.load_model(options, progress)
-                self._step_loop.runner = runner
-                return facts
+        return await self._run(worker_pb2.WORKER_STAGE_FORMED, worker_pb2.WORKER_STAGE_PROFILED, load)
 
-            self._loaded = options, await self._on_device("load", load)
-        facts, duration_s = self._loaded[1], time.monotonic() - started
-        self.stage = worker_pb2.WORKER_STAGE_LOADED
-        get_logger().info("model.loaded", architecture=facts.architecture, dtype=facts.dtype, duration_s=duration_s)
-        return worker_pb2.LoadModelResponse(model=_model_description(facts), duration_s=duration_s)
+    def _load(self, options: LoadOptions, progress: Progress) -> ModelFacts:
+        self._step_loop.runner = None  # the old weights go before the new ones come
+        runner = make_runner(options.model, self._config)
+        facts = runner.load_model(options, progress)
+        self._step_loop.runner = runner
+        return facts
 
     async def profile_memory(self, request: worker_pb2.ProfileMemoryRequest) -> worker_pb2.ProfileMemoryResponse:
-        self._check_stage(worker_pb2.WORKER_STAGE_LOADED)
+        """Stage 3. Measured once per load: later a KV cache lies in the memory that would be measured."""
         utilization = request.gpu_memory_utilization or 0.9
         if not 0 < utilization <= 1:
             raise InvalidParameter("gpu_memory_utilization", utilization, "must be in (0, 1]")
-        return await self._run_stage(self._profile_memory(utilization))
 
-    async def _profile_memory(self, utilization: float) -> worker_pb2.ProfileMemoryResponse:
-        memory = await self._on_device("profile", lambda _: self._runner.profile_memory(utilization))
-        self.stage = worker_pb2.WORKER_STAGE_PROFILED
-        return worker_pb2.ProfileMemoryResponse(**dataclasses.asdict(memory))
+        async def profile() -> worker_pb2.ProfileMemoryResponse:
+            if self._profiled is None:
+                self._profiled = await self._on_device("profile", lambda _: self._runner.profile_memory(utilization))
+            self.stage = worker_pb2.WORKER_STAGE_PROFILED
+            return worker_pb2.ProfileMemoryResponse(**dataclasses.asdict(self._profiled))
+
+        return await self._run(worker_pb2.WORKER_STAGE_LOADED, worker_pb2.WORKER_STAGE_PROFILED, profile)
 
     async def allocate_kv_cache(
         self, request: worker_pb2.AllocateKvCacheRequest
     ) -> worker_pb2.AllocateKvCacheResponse:
-        self._check_stage(worker_pb2.WORKER_STAGE_PROFILED)
-        return await self._run_stage(self._allocate_kv_cache(request.limits))
+        """Stage 4. From here on there is a batch, empty, before step 1."""
+        limits = request.limits
 
-    async def _allocate_kv_cache(self, limits: worker_pb2.GroupLimits) -> worker_pb2.AllocateKvCacheResponse:
-        assert self._loaded is not None
-        _check_limits(limits, self._loaded[0])
-        kv_bytes = await self._on_device("allocate", lambda _: self._runner.allocate_kv_cache(limits.num_blocks))
-        self._steps.begin(new_batch(limits, self._loaded[1]))
-        self.limits = limits
-        self.stage = worker_pb2.WORKER_STAGE_ALLOCATED
-        get_logger().info("kv_cache.allocated", num_blocks=limits.num_blocks, kv_bytes=kv_bytes)
-        return worker_pb2.AllocateKvCacheResponse(kv_bytes=kv_bytes)
+        async def allocate() -> worker_pb2.AllocateKvCacheResponse:
+            assert self._loaded is not None
+            _check_limits(limits, *self._loaded)
+            kv_bytes = await self._on_device("allocate", lambda _: self._runner.allocate_kv_cache(limits.num_blocks))
+            self._steps.begin(new_batch(limits, self._loaded[1]))
+            self.limits = limits
+            self.stage = worker_pb2.WORKER_STAGE_ALLOCATED
+            get_logger().info("kv_cache.allocated", num_blocks=limits.num_blocks, kv_bytes=kv_bytes)
+            return worker_pb2.AllocateKvCacheResponse(kv_bytes=kv_bytes)
+
+        return await self._run(worker_pb2.WORKER_STAGE_PROFILED, worker_pb2.WORKER_STAGE_ALLOCATED, allocate)
 
     async def warm_up(self, request: worker_pb2.WarmUpRequest) -> worker_pb2.WarmUpResponse:
-        self._check_stage(worker_pb2.WORKER_STAGE_ALLOCATED)
-        return await self._run_stage(self._warm_up(tuple(request.capture_sizes), request.enforce_eager))
+        """Stage 5; with its end the rank is ready."""
 
-    async def _warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool) -> worker_pb2.WarmUpResponse:
-        started = time.monotonic()
-
-        def warm_up(progress: Progress) -> None:
-            self._runner.warm_up(capture_sizes, enforce_eager, progress)
+        def capture(progress: Progress) -> None:
+            self._runner.warm_up(tuple(request.capture_sizes), request.enforce_eager, progress)
             freeze_collector()
 
-        if self.stage != worker_pb2.WORKER_STAGE_READY:
-            await self._on_device("capture", warm_up)
-            self.stage = worker_pb2.WORKER_STAGE_READY
-            self._steps.ready = True
-        duration_s = time.monotonic() - started
-        get_logger().info("rank.ready", duration_s=duration_s)
-        return worker_pb2.WarmUpResponse(duration_s=duration_s)
+        async def warm_up() -> worker_pb2.WarmUpResponse:
+            started = time.monotonic()
+            if self.stage != worker_pb2.WORKER_STAGE_READY:
+                await self._on_device("capture", capture)
+                self.stage = worker_pb2.WORKER_STAGE_READY
+                self._steps.ready = True
+            duration_s = time.monotonic() - started
+            get_logger().info("rank.ready", duration_s=duration_s)
+            return worker_pb2.WarmUpResponse(duration_s=duration_s)
+
+        return await self._run(worker_pb2.WORKER_STAGE_ALLOCATED, worker_pb2.WORKER_STAGE_READY, warm_up)
 
     @property
     def _runner(self) -> ModelRunner:
@@ -185,19 +192,29 @@ class Stages:
         assert runner is not None, "the stages come in order"
         return runner
 
-    def _check_stage(self, least: worker_pb2.WorkerStage.ValueType) -> None:
-        if self._vitals.failure is not None:
-            raise WrongState(f"the rank failed: {self._vitals.failure.message}")
-        if self.stage < least:
-            name = worker_pb2.WorkerStage.Name
-            raise WrongState(f"this call needs stage {name(least)}, and the rank is at {name(self.stage)}")
+    async def _run(
+        self,
+        first: worker_pb2.WorkerStage.ValueType,
+        last: worker_pb2.WorkerStage.ValueType,
+        body: Callable[[], Coroutine[Any, Any, T]],
+    ) -> T:
+        """Run one stage to its end, whatever becomes of the caller: the device cannot be interrupted half way.
 
-    async def _run_stage(self, body: Coroutine[Any, Any, T]) -> T:
-        """Run one stage to its end, whatever becomes of the caller: the device cannot be interrupted half way."""
+        Args:
+            first: the rank must have come so far.
+            last: and no farther; a stage that was done is repeated where its answer may have been lost.
+            body: the stage.
+        """
 
         async def alone() -> T:
             async with self._lock:
-                return await body
+                if self._vitals.failure is not None:
+                    raise WrongState(f"the rank failed: {self._vitals.failure.message}")
+                if not first <= self.stage <= last:
+                    name = worker_pb2.WorkerStage.Name
+                    needed = name(first) if first == last else f"{name(first)} to {name(last)}"
+                    raise WrongState(f"this call needs {needed}, and the rank is at {name(self.stage)}")
+                return await body()
 
         task = asyncio.create_task(alone())
         self._keep(task)
@@ -211,6 +228,7 @@ class Stages:
 
     async def _on_device(self, what: str, work: Callable[[Progress], T]) -> T:
         """Do long work on the device thread, visibly busy. An unknown exception is the rank's failure."""
+        group = self._group
         busy = Busy(what, _UP_TO_S[what], time.monotonic())
 
         def progress(share: float, detail: str) -> None:
@@ -219,7 +237,7 @@ class Stages:
         self._vitals.busy = busy
         self._vitals.announce()
         try:
-            return await asyncio.wrap_future(self._step_loop.call(lambda: work(progress)))
+            done = await asyncio.wrap_future(self._step_loop.call(lambda: work(progress)))
         except ManipleError:
             raise
         except Exception as error:
@@ -233,13 +251,16 @@ class Stages:
         finally:
             self._vitals.busy = None
             self._vitals.announce()
+        if self._group is not group:
+            raise WrongState(f"{what}: the formation was left meanwhile")
+        return done
 
 
 def _model_description(facts: ModelFacts) -> worker_pb2.ModelDescription:
     return worker_pb2.ModelDescription(**dataclasses.asdict(facts))
 
 
-def _check_limits(limits: worker_pb2.GroupLimits, loaded: LoadOptions) -> None:
+def _check_limits(limits: worker_pb2.GroupLimits, loaded: LoadOptions, facts: ModelFacts) -> None:
     for field, least in (("num_blocks", 2), ("max_model_len", 1), ("max_steps_in_flight", 1)):
         if getattr(limits, field) < least:
             raise InvalidParameter(f"limits.{field}", getattr(limits, field), f"must be at least {least}")
@@ -247,3 +268,7 @@ def _check_limits(limits: worker_pb2.GroupLimits, loaded: LoadOptions) -> None:
         if getattr(limits, field) != getattr(loaded, field):
             rule = f"must be the {getattr(loaded, field)} that the model was loaded for"
             raise InvalidParameter(f"limits.{field}", getattr(limits, field), rule)
+    longest = loaded.max_model_len or facts.max_position
+    if limits.max_model_len > longest:
+        rule = f"must be at most the {longest} that the model was loaded for"
+        raise InvalidParameter("limits.max_model_len", limits.max_model_len, rule)

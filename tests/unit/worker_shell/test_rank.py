@@ -1,0 +1,180 @@
+"""A rank without a transport, as the executor ``uni`` calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maniple.v1 import worker_pb2
+from service_chassis.errors import Fenced, InvalidParameter, ManipleError, NotBuilt, WrongState
+from service_chassis.scripted import ScriptedOptions, scripted_model
+from support.worker_process import DeltaMaker
+from worker_service.config import WorkerConfig
+from worker_service.model_files import read_model_files
+from worker_service.rank import Rank
+
+LIMITS = worker_pb2.GroupLimits(
+    max_num_seqs=5, max_num_batched_tokens=64, max_model_len=200, block_size=4, num_blocks=99, max_steps_in_flight=2
+)
+
+
+@asynccontextmanager
+async def started_rank() -> AsyncIterator[Rank]:
+    rank = Rank(WorkerConfig(), request_exit=lambda reason: None)
+    await rank.start()
+    yield rank
+    await rank.close()
+
+
+def request(method: str, **fields: Any) -> Any:
+    defaults: dict[str, dict[str, Any]] = {
+        "Join": {"owner_id": "A", "protocol_version": 1, "world_size": 1},
+        "FormGroup": {"formation_id": "f1", "world_size": 1},
+        "LoadModel": {"model": "scripted", "max_num_seqs": 5, "max_num_batched_tokens": 64, "block_size": 4},
+        "AllocateKvCache": {"limits": LIMITS},
+    }
+    return getattr(worker_pb2, f"{method}Request")(**{"epoch": 1, **defaults.get(method, {}), **fields})
+
+
+STAGES = ["FormGroup", "LoadModel", "ProfileMemory", "AllocateKvCache", "WarmUp"]
+
+
+async def advance(rank: Rank, *methods: str, **fields: Any) -> None:
+    for method in methods:
+        await rank.call(method, request(method, **fields))
+
+
+async def test_stages_come_in_order_and_repeat_harmlessly() -> None:
+    async with started_rank() as rank:
+        await advance(rank, "Join", "Join")
+        for done, method in enumerate(STAGES):
+            for later in STAGES[done + 1 :]:
+                with pytest.raises(WrongState):
+                    await rank.call(later, request(later))
+            await advance(rank, method, method)
+        described = await rank.describe(worker_pb2.DescribeRequest())
+        assert described.stage == worker_pb2.WORKER_STAGE_READY
+        assert described.limits == LIMITS
+        for earlier in STAGES[1:4]:
+            with pytest.raises(WrongState, match="the rank is at WORKER_STAGE_READY"):
+                await rank.call(earlier, request(earlier))
+
+
+async def test_calls_with_a_stale_epoch_are_fenced() -> None:
+    async with started_rank() as rank:
+        await advance(rank, "Join", epoch=4)
+        for method in [*STAGES, "FetchDeltas", "Leave"]:
+            with pytest.raises(Fenced, match="epoch 3 is not valid here: epoch 4 is granted"):
+                await rank.call(method, request(method, epoch=3))
+
+
+async def test_new_formation_starts_over_with_the_weights_that_are_loaded() -> None:
+    async with started_rank() as rank:
+        await advance(rank, "Join", *STAGES)
+        await advance(rank, "FormGroup", formation_id="f2")
+        described = await rank.describe(worker_pb2.DescribeRequest())
+        assert (described.stage, described.formation_id, described.accepted) == (1, "f2", 0)
+        assert described.model.vocab_size == 260
+        await advance(rank, *STAGES[1:])
+
+
+async def test_stage_goes_on_when_its_caller_goes_away() -> None:
+    async with started_rank() as rank:
+        await advance(rank, "Join", "FormGroup")
+        model = scripted_model(ScriptedOptions(load_time_s=0.2))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await advance(rank, "LoadModel", model=model)
+        assert rank.vitals.busy is not None
+        await advance(rank, "LoadModel", model=model)  # waits for the first, and finds it loaded
+        assert rank.vitals.busy is None
+
+
+async def test_limits_must_fit_what_was_loaded() -> None:
+    async with started_rank() as rank:
+        await advance(rank, "Join", "FormGroup", "LoadModel", "ProfileMemory")
+        for field, value in [("num_blocks", 1), ("block_size", 8), ("max_model_len", 4097), ("max_num_seqs", 6)]:
+            limits = worker_pb2.GroupLimits()
+            limits.CopyFrom(LIMITS)
+            setattr(limits, field, value)
+            with pytest.raises(InvalidParameter) as caught:
+                await advance(rank, "AllocateKvCache", limits=limits)
+            assert caught.value.field == f"limits.{field}"
+
+
+async def test_every_call_of_the_protocol_has_a_method() -> None:
+    async with started_rank() as rank:
+        service = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+        for method in service.methods:
+            assert callable(rank.method(method.name))
+        with pytest.raises(NotBuilt):
+            await rank.call("WakeUp", worker_pb2.WorkerServiceWakeUpRequest())
+
+
+class Feed:
+    """Requests of one stream in process."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.requests: asyncio.Queue[worker_pb2.StepsRequest] = asyncio.Queue()
+        self.responses = rank.steps(self._iterate())
+
+    async def _iterate(self) -> AsyncIterator[worker_pb2.StepsRequest]:
+        while True:
+            yield await self.requests.get()
+
+    def send(self, **message: Any) -> None:
+        self.requests.put_nowait(worker_pb2.StepsRequest(epoch=1, **message))
+
+    async def until(self, kind: str) -> Any:
+        async with asyncio.timeout(5):
+            async for response in self.responses:
+                if response.WhichOneof("message") == kind:
+                    return getattr(response, kind)
+        raise AssertionError("the stream ended")
+
+
+async def test_stream_opened_before_the_batch_exists_carries_its_results() -> None:
+    async with started_rank() as rank:
+        await advance(rank, "Join")
+        feed = Feed(rank)
+        feed.send(hello=worker_pb2.StepsRequest.Hello(owner_id="A"))
+        assert (await feed.until("welcome")).accepted == 0
+        await advance(rank, *STAGES)
+        feed.send(delta=DeltaMaker().make(new={1: [3, 4]}))
+        assert (await feed.until("result")).step == 1
+
+
+async def test_failure_is_reported_once_and_first_cause_stays() -> None:
+    async with started_rank() as rank:
+        await advance(rank, "Join", *STAGES)
+        feed = Feed(rank)
+        feed.send(hello=worker_pb2.StepsRequest.Hello(owner_id="A"))
+        await feed.until("welcome")
+        feed.send(delta=b"\xff")
+        assert "not a well-formed SchedulerDelta" in (await feed.until("report")).failure.message
+        with pytest.raises(ManipleError):
+            await feed.until("result")
+        again = Feed(rank)
+        again.send(hello=worker_pb2.StepsRequest.Hello(owner_id="A"))
+        await again.until("welcome")
+        assert (await again.until("report")).failure.kind == "DeltaRefused"  # at once, to whoever comes
+
+
+async def test_model_files_are_sent_whole_and_nothing_outside_the_directory(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 5000  # more than one chunk
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    (tmp_path / "empty.txt").write_bytes(b"")
+    parts = [part async for part in read_model_files(str(tmp_path), ["tokenizer.json", "absent", "empty.txt"])]
+    assert b"".join(part.chunk for part in parts if part.name == "tokenizer.json") == content
+    assert {part.sha256 for part in parts[:-1]} == {hashlib.sha256(content).digest()}
+    assert (parts[-1].name, parts[-1].size_bytes) == ("empty.txt", 0)
+    for name in ("../secret", "/etc/passwd", "..", ""):
+        with pytest.raises(InvalidParameter):
+            await anext(read_model_files(str(tmp_path), [name]))
+    assert [part async for part in read_model_files("", ["tokenizer.json"])] == []
