@@ -38,7 +38,8 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Maniple needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version), once. This takes some minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@quiet=-qq; if [ -t 1 ]; then quiet=; fi; \
+	$(BIN)/python -m pip install $$quiet --disable-pip-version-check $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(STAMP) ## serve the demo model, ask one question, stream the answer, stop
