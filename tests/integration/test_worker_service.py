@@ -312,7 +312,7 @@ async def test_health_answers_during_a_step_that_hangs_and_leave_still_ends_it(t
         report = await steps.report_where(lambda report: report.running_for_ms > 300)
         assert report.running_step == 1
         await worker.stub.Leave(worker_pb2.LeaveRequest(epoch=1, reason="stuck"))
-        await worker.exit_code(2)
+        assert await worker.exit_code(2) == 0
 
 
 async def test_health_and_calls_answer_during_load_and_say_how_far_it_is(tmp_path: Path) -> None:
