@@ -10,6 +10,7 @@ are wrapped: they never raise, but return what is wrong, and the handler's wrapp
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -97,6 +98,8 @@ class StreamErrorInterceptor(grpc.aio.ServerInterceptor):
                         await context.write(response)
             except grpc.aio.AbortError:
                 raise
+            except grpc.aio.InternalError:
+                _client_is_gone()
             except Exception as error:
                 await _abort(context, method, error)
 
@@ -165,5 +168,17 @@ def as_maniple_error(error: Exception, **facts: object) -> ManipleError:
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> NoReturn:
     status = as_maniple_error(error, method=method).status()
     trailers = ((_DETAILS_KEY, status.SerializeToString()),)
-    await context.abort(_STATUS_CODES[status.code], status.message, trailers)
+    try:
+        await context.abort(_STATUS_CODES[status.code], status.message, trailers)
+    except grpc.aio.InternalError:
+        _client_is_gone()
     raise AssertionError("abort raises")
+
+
+def _client_is_gone() -> NoReturn:
+    """End a handler whose call is over.
+
+    grpc refuses to write to it and would log that as an error of ours. It is none: a client's deadline and the engine's
+    often pass in the same millisecond. Cancellation is what grpc itself tells a handler a moment later.
+    """
+    raise asyncio.CancelledError("the call is over")
