@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from maniple.v1 import sampling_pb2
-from maniple.v1.scheduler_delta_pb2 import BlockChange, NewRequest, RowChange, SchedulerDelta
+from maniple.v1.scheduler_delta_pb2 import BlockChange, NewRequest, RowChange, RowFinished, SchedulerDelta
 from service_chassis.errors import DeltaRefused
 from service_chassis.protocol.block_hash import HASH_BYTES
 from worker_service.batch_rows import BatchLimits, Row, RowDraft, RowState
@@ -81,7 +81,7 @@ class _Check:
         delta = self._delta
         self._check_reserved()
         for finished in delta.finished:
-            self._finish(finished.req_index, finished.reason, finished.num_tokens)
+            self._finish(finished)
         for req_index in delta.preempted:
             self._preempt(req_index)
         self._copy_blocks()
@@ -124,12 +124,15 @@ class _Check:
             return int(self._num_computed[req_index]) + 1
         return row.num_known_tokens
 
-    def _finish(self, req_index: int, reason: int, num_tokens: int) -> None:
+    def _finish(self, finished: RowFinished) -> None:
+        req_index, num_tokens = finished.req_index, finished.num_tokens
         row = self._live("finished.req_index", req_index)
+        if finished.hold:
+            self._refuse(f"row {req_index}: finished.hold", True, "must be unset: this rank transfers no blocks")
         if num_tokens > (known := self._known(req_index, row)):
             self._refuse(f"row {req_index}: finished.num_tokens", num_tokens, f"must be at most the {known} known")
         self._next.gone.add(req_index)
-        self._next.finished.append(FinishedRow(req_index, reason, num_tokens))
+        self._next.finished.append(FinishedRow(req_index, finished.reason, num_tokens))
 
     def _preempt(self, req_index: int) -> None:
         row = self._live("preempted", req_index)

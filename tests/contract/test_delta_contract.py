@@ -1,0 +1,165 @@
+"""The contract between scheduler and workers: whatever happens, both ends hold the same batch after every delta.
+
+Hypothesis chooses the limits and the traffic. Every delta is applied by a worker's batch state, which is then compared
+with the scheduler's own view, digests included (``Bench`` with ``check``); on the way, spoiled copies of the deltas must
+be refused and change nothing; the log of all deltas, replayed alone, must lead to the same state.
+"""
+
+import re
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.bad_deltas import SPOILERS
+from support.slot_hash_worker import VOCAB, Bench, make_request, rows_of
+
+from control_plane.scheduling.request import FinishReason
+from maniple.v1.scheduler_delta_pb2 import SchedulerDelta
+from service_chassis.errors import DeltaRefused, OutOfOrder
+from worker_service.batch_state import BatchState, DigestMismatch
+
+REQUESTS = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, 2), min_size=1, max_size=30),  # few ids: many equal heads
+        "max_tokens": st.integers(1, 20),
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "priority": st.integers(0, 1),
+        "stop_ids": st.frozensets(st.integers(0, VOCAB - 1), max_size=6),
+        "min_tokens": st.integers(0, 2),
+        "skip_reading_prefix_cache": st.booleans(),
+        "cache_namespace": st.sampled_from([b"", b"", b"s" * 16]),
+    }
+)
+OPERATIONS = st.one_of(
+    st.tuples(st.just("add"), REQUESTS),
+    st.tuples(st.just("send"), st.none()),
+    st.tuples(st.just("send"), st.none()),
+    st.tuples(st.just("complete"), st.none()),
+    st.tuples(st.just("turn"), st.integers(1, 6)),
+    st.tuples(st.just("flush"), st.none()),
+    st.tuples(st.just("abort"), st.tuples(st.integers(0, 30), st.sampled_from([None, None, 0, 1]))),
+    st.tuples(st.just("pause"), st.tuples(st.integers(0, 30), st.booleans())),
+    st.tuples(st.just("forget"), st.none()),
+)
+LIMITS = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([1, 3, 4]),
+        "num_blocks": st.integers(12, 60),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(6, 30),
+        "max_model_len": st.integers(31, 60),
+        "max_steps_in_flight": st.sampled_from([1, 2, 4]),
+    }
+)
+
+
+def play(bench, operations):
+    requests = []
+    for what, argument in operations:
+        if what == "add":
+            fields = dict(argument)
+            request = make_request(f"r{len(requests)}", fields.pop("prompt"), fields.pop("max_tokens"), **fields)
+            if bench.scheduler.refusal(request) is None:
+                requests.append(bench.add(request))
+        elif what == "send":
+            bench.send()
+        elif what == "complete" and bench.num_in_flight:
+            bench.complete()
+        elif what == "turn":
+            for _ in range(argument):
+                bench.turn()
+        elif what == "flush":
+            bench.flush()
+        elif what == "abort" and requests:
+            request = requests[argument[0] % len(requests)]
+            bench.scheduler.finish(request.request_id, FinishReason.ABORT, sample_index=argument[1])
+            request.payload = "aborted"
+        elif what == "pause" and requests:
+            bench.scheduler.set_paused(requests[argument[0] % len(requests)].request_id, argument[1])
+        elif what == "forget":
+            bench.scheduler.forget_prefix_cache()
+    for request in requests:
+        bench.scheduler.set_paused(request.request_id, False)
+    bench.run()
+    return requests
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(limits=LIMITS, operations=st.lists(OPERATIONS, min_size=1, max_size=60), caching=st.booleans())
+def test_both_ends_hold_the_same_batch_whatever_happens(limits, operations, caching):
+    bench = Bench(enable_prefix_caching=caching, **limits)
+    log = []
+    bench.on_plan = lambda plan, raw: log.append((raw, None))
+    requests = play(bench, operations)
+    bench.check_empty()
+    bench.check_outputs([request for request in requests if request.payload != "aborted"])
+    replica = BatchState(bench.state.limits)
+    for raw, _ in log:
+        replica.apply(raw)
+    assert replica.digest == bench.state.digest == 0
+    assert replica.accepted == bench.state.accepted == len(log)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    limits=LIMITS,
+    operations=st.lists(OPERATIONS, min_size=5, max_size=40),
+    names=st.lists(st.sampled_from(sorted(SPOILERS)), min_size=1, max_size=12),
+)
+def test_refused_deltas_change_nothing_whatever_happens(limits, operations, names):
+    bench = Bench(**limits)
+    turn = 0
+
+    def spoil(plan, raw):
+        nonlocal turn
+        state = bench.state
+        before = rows_of(state), state.digest, state.accepted
+        for name in (names[turn % len(names)], names[(turn * 7 + 3) % len(names)]):
+            spoiler, sentence = SPOILERS[name]
+            bad = SchedulerDelta.FromString(raw)
+            if spoiler(bad, state):
+                with pytest.raises(DeltaRefused) as refused:
+                    state.apply(bad)
+                assert not isinstance(refused.value, DigestMismatch)
+                assert re.search(sentence, refused.value.message), (name, refused.value.message)
+        for step in (plan.step - 1, plan.step + 1):  # a repetition and a gap
+            with pytest.raises(OutOfOrder):
+                state.apply(_with_step(raw, step))
+        assert (rows_of(state), state.digest, state.accepted) == before
+        turn += 1
+
+    bench.on_plan = spoil
+    play(bench, operations)
+    bench.check_empty()
+
+
+def _with_step(raw, step):
+    delta = SchedulerDelta.FromString(raw)
+    delta.step = step
+    return delta
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(limits=LIMITS, operations=st.lists(OPERATIONS, min_size=8, max_size=40), at=st.integers(0, 30))
+def test_one_flipped_block_id_is_seen_by_the_next_digest(limits, operations, at):
+    """A8, as far as it is the deltas' business."""
+    bench = Bench(**limits)
+    log = []
+    bench.on_plan = lambda plan, raw: log.append(raw)
+    play(bench, operations)
+    replica = BatchState(bench.state.limits)
+    candidates = 0
+    for raw in log:
+        delta = SchedulerDelta.FromString(raw)
+        tables = [new.blocks[0].replace for new in delta.new_requests]
+        tables += [getattr(c.blocks[0], c.blocks[0].WhichOneof("change")) for c in delta.changes if c.blocks]
+        if tables:
+            candidates += 1
+            if candidates > at:
+                last = tables[-1].ids[-1]
+                tables[-1].ids[-1] = last % (limits["num_blocks"] - 1) + 1
+                assert tables[-1].ids[-1] != last
+                with pytest.raises(DigestMismatch):
+                    replica.apply(delta)
+                return
+        replica.apply(raw)
