@@ -58,12 +58,15 @@ def make_server(
     )
 
 
-def bind(server: grpc.aio.Server | grpc.Server, address: str, field: str = "--listen") -> str:
+def bind(server: grpc.aio.Server | grpc.Server, address: str, field: str = "listen") -> str:
     """Bind ``address`` ("host:port", port 0 for any, or "unix:path") and return it with the port that was given.
 
     Raises:
         ConfigurationError: the address cannot be bound, with the reason as a sentence.
     """
+    if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
+        # grpc would unlink the socket and bind anew: a stale one may go so, a living server's must not.
+        raise ConfigurationError([(field, address, "the socket is in use by another process")])
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
@@ -72,6 +75,16 @@ def bind(server: grpc.aio.Server | grpc.Server, address: str, field: str = "--li
         return address
     host, _, _ = address.rpartition(":")
     return f"{host}:{port}"
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
 
 
 def _bind_failure(address: str) -> str:
@@ -105,4 +118,4 @@ def _unix_bind_failure(path: Path) -> str:
         return f"the directory {path.parent} is not writable"
     if path.exists() and not path.is_socket():
         return "a file that is no socket is in the way"
-    return "the socket is in use by another process"
+    return "cannot be bound"

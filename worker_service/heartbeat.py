@@ -157,7 +157,7 @@ class HealthServer:
 
     def start(self, address: str) -> str:
         """Bind and serve; return the address with its port. Raises ``ConfigurationError``."""
-        bound = bind(self._server, address, "--health-listen")
+        bound = bind(self._server, address, "health_listen")
         self._server.start()
         return bound
 

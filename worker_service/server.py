@@ -77,7 +77,7 @@ async def run_worker(config: WorkerConfig) -> int:
     )
     await rank.start()
     server.add_generic_rpc_handlers((worker_service_handler(rank),))
-    address = bind(server, config.listen, "listen")
+    address = bind(server, config.listen)
     rank.health_address = health.start(config.health_listen)
     await server.start()
     get_logger().info("worker.listening", address=address, health_address=rank.health_address, pid=os.getpid())

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -231,10 +232,19 @@ async def test_bind_says_why_in_a_sentence() -> None:
         bind(make_server(LIMIT), "unix:/tmp/" + "x" * 120)
 
 
-async def test_port_of_a_living_server_is_refused() -> None:
+@pytest.mark.parametrize("where", ["127.0.0.1:0", "unix:{}/x.sock"])
+async def test_address_of_a_living_server_is_refused(where: str, tmp_path: Path) -> None:
     first = make_server(LIMIT)
-    address = bind(first, "127.0.0.1:0")
+    address = bind(first, where.format(tmp_path))
     await first.start()
-    with pytest.raises(ConfigurationError, match="is in use"):
+    with pytest.raises(ConfigurationError, match="is in use by another process"):
         bind(make_server(LIMIT), address)
     await first.stop(None)
+
+
+async def test_socket_that_a_killed_server_left_is_taken_over(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "x.sock"))  # and never listens again
+    server = make_server(LIMIT)
+    assert bind(server, f"unix:{tmp_path}/x.sock") == f"unix:{tmp_path}/x.sock"
+    await server.stop(None)
