@@ -185,6 +185,10 @@ class Engine:
         self._scheduler.forget_prefix_cache()
         return num_blocks
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books of the batch do not agree. O(everything)."""
+        self._scheduler.check_integrity()
+
     # What the server calls
 
     def close(self, reason: str) -> None:

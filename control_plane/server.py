@@ -39,6 +39,7 @@ from control_plane.model_store import ModelPlace, resolve_model
 from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
 from control_plane.stop_signals import StopSignals
 from control_plane.text.model_text import ModelText, load_model_text
+from control_plane.text.tokenizer import Tokenizer
 from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from service_chassis.ids import Rank
@@ -175,44 +176,12 @@ class ControlPlane:
 
     async def _form(self, place: ModelPlace) -> GroupFacts:
         config = self._config
-        self._group = WorkerGroup(
-            _executor(config), _group_settings(config, place, self._address), owner_id=secrets.token_hex(8)
-        )
+        self._group = build_group(config, place.path, self._address)
         return await self._group.form(self._stage_progress)
 
     def _start_engine(self, text: ModelText, facts: GroupFacts) -> None:
-        config, group = self._config, self._group
-        assert group is not None
-        scheduler = Scheduler(
-            SchedulerLimits(
-                max_num_seqs=facts.max_num_seqs,
-                max_num_batched_tokens=facts.max_num_batched_tokens,
-                max_model_len=facts.max_model_len,
-                block_size=facts.block_size,
-                num_blocks=facts.num_blocks,
-                max_steps_in_flight=facts.max_steps_in_flight,
-                max_num_waiting=config.max_num_waiting,
-            ),
-            enable_prefix_caching=config.enable_prefix_caching,
-            first_step=facts.first_step,
-        )
-        limits = EngineLimits(
-            max_model_len=facts.max_model_len,
-            vocab_size=facts.model.vocab_size,
-            max_num_seqs=facts.max_num_seqs,
-            max_num_batched_tokens=facts.max_num_batched_tokens,
-            block_size=facts.block_size,
-            num_blocks=facts.num_blocks,
-            max_num_waiting=config.max_num_waiting,
-            dtype=facts.model.dtype,
-        )
-        self._engine = Engine(
-            scheduler=scheduler,
-            group=group,
-            tokenizer=text.tokenizer,
-            limits=limits,
-            model=config.served_model_name[0],
-        )
+        assert self._group is not None
+        self._engine = build_engine(self._config, self._group, facts, text.tokenizer)
         self._engine.on_lost = self._on_lost
         self._loop = asyncio.create_task(self._engine.run(), name="engine")
         self._loop.add_done_callback(self._on_loop_done)
@@ -287,7 +256,8 @@ async def _outcome(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
 
 
-def _executor(config: ControlPlaneConfig) -> Executor:
+def build_group(config: ControlPlaneConfig, model_path: str, owner_address: str) -> WorkerGroup:
+    """Return the group that the configuration asks for, not yet formed."""
     settings = WorkerSettings(
         device=config.device,
         report_interval_s=config.report_interval_s,
@@ -295,15 +265,48 @@ def _executor(config: ControlPlaneConfig) -> Executor:
         log_level=config.log_level,
         log_format=config.log_format,
     )
+    executor: Executor
     if config.executor == UNI:
-        return UniprocExecutor(settings)
-    return MultiprocExecutor(world_size=config.tensor_parallel_size, settings=settings)
+        executor = UniprocExecutor(settings)
+    else:
+        executor = MultiprocExecutor(world_size=config.tensor_parallel_size, settings=settings)
+    return WorkerGroup(executor, _group_settings(config, model_path, owner_address), owner_id=secrets.token_hex(8))
 
 
-def _group_settings(config: ControlPlaneConfig, place: ModelPlace, address: str) -> GroupSettings:
+def build_engine(config: ControlPlaneConfig, group: WorkerGroup, facts: GroupFacts, tokenizer: Tokenizer) -> Engine:
+    """Return an engine with an empty batch for a group that was just formed."""
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_num_seqs=facts.max_num_seqs,
+            max_num_batched_tokens=facts.max_num_batched_tokens,
+            max_model_len=facts.max_model_len,
+            block_size=facts.block_size,
+            num_blocks=facts.num_blocks,
+            max_steps_in_flight=facts.max_steps_in_flight,
+            max_num_waiting=config.max_num_waiting,
+        ),
+        enable_prefix_caching=config.enable_prefix_caching,
+        first_step=facts.first_step,
+    )
+    limits = EngineLimits(
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.model.vocab_size,
+        max_num_seqs=facts.max_num_seqs,
+        max_num_batched_tokens=facts.max_num_batched_tokens,
+        block_size=facts.block_size,
+        num_blocks=facts.num_blocks,
+        max_num_waiting=config.max_num_waiting,
+        dtype=facts.model.dtype,
+    )
+    return Engine(
+        scheduler=scheduler, group=group, tokenizer=tokenizer, limits=limits, model=config.served_model_name[0]
+    )
+
+
+def _group_settings(config: ControlPlaneConfig, model_path: str, owner_address: str) -> GroupSettings:
     return GroupSettings(
-        model=place.path,
-        owner_address=address,
+        model=model_path,
+        owner_address=owner_address,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
