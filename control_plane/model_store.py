@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from service_chassis.scripted import parse_scripted
 
 # What the header of a GGUF file holds (fields and tensor names) fits; a digest of gigabytes would take minutes.
 _HEADER_BYTES = 16 * 1024 * 1024
+_LOCK_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,8 @@ def resolve_model(spec: str, progress: Progress, *, cache: Path | None = None) -
 
     Args:
         spec: ``demo``, a directory, a ``.gguf`` file, a hub id, or ``scripted``.
-        progress: called with (what, share in [0, 1], detail), from this or another thread.
+        progress: called with (what, share in [0, 1], detail), from this or another thread. What it raises ends the
+            work, with the processes that were started for it; the next call goes on where this one stopped.
         cache: default ``cache_directory()``.
     Raises:
         ConfigurationError: there is no such model, or it cannot be had; a sentence says why.
@@ -129,11 +132,13 @@ def _locked(target: Path, progress: Progress) -> Iterator[None]:
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("wait", 0.0, "another process is fetching this model")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress("wait", 0.0, "another process is fetching this model")
+                time.sleep(_LOCK_POLL_S)
         for leftover in target.parent.glob(f".{target.name}-*"):  # of converters that were killed
             shutil.rmtree(leftover, ignore_errors=True)
         yield

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from control_plane.engine import Engine
 
 SERVICE = "maniple.v1.AdminService"
+# The reason that an engine gives for not being ready while it drains, whoever asked for it.
+DRAINING = "draining"
 _DRAIN_REPORT_S = 0.5
 
 # Accept no more requests and wait until none is left; after so many seconds (None: never) abort the rest. Returns how
@@ -63,7 +65,7 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
 
     def _group(self, engine: Engine) -> GroupStatus:
         status, limits = engine.status(), engine.limits
-        state = "ready" if status.ready else "draining" if self._drains else "lost"
+        state = "ready" if status.ready else "draining" if status.not_ready_reason == DRAINING else "lost"
         return GroupStatus(
             name="0",
             state=state,

@@ -100,6 +100,14 @@ async def test_status_answers_while_there_is_no_engine() -> None:
     assert [(group.state, group.reason) for group in status.groups] == [("forming", "loading weights")]
 
 
+@pytest.mark.parametrize(("reason", "state"), [("draining", "draining"), ("rank 0 was lost: it died", "lost")])
+async def test_state_of_the_group_follows_the_reason(reason: str, state: str) -> None:
+    async with open_doors() as doors:
+        doors.engine.set_ready(False, reason)
+        status = await doors.admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert [(group.state, group.reason) for group in status.groups] == [(state, reason)]
+
+
 async def test_drain_reports_until_done() -> None:
     async with open_doors() as doors:
         reports = [report async for report in doors.admin.Drain(admin_pb2.DrainRequest(deadline_s=1.5))]

