@@ -9,8 +9,7 @@ from control_plane.group.digest_check import DigestCheck
 from control_plane.group.step_ledger import SentStep
 from control_plane.group.watchdog import BusyState, GroupState, RankState, StepState
 from maniple.v1 import rank_health_pb2
-from service_chassis.errors import ManipleError
-from service_chassis.ids import Epoch, Rank
+from service_chassis.ids import Rank
 
 
 class RankReports:
@@ -20,7 +19,6 @@ class RankReports:
         self,
         incarnations: Mapping[Rank, str],
         *,
-        epoch: Epoch,
         heartbeat_timeout_s: float,
         step_timeout_s: float,
         clock: Callable[[], float],
@@ -34,8 +32,6 @@ class RankReports:
             step_timeout_s=step_timeout_s,
             ticked_at=now,
         )
-        self.fenced_by: Epoch | None = None
-        self._epoch = epoch
         self._clock = clock
         self._state_digests = DigestCheck("state")
         self._token_digests = DigestCheck("token")
@@ -44,10 +40,6 @@ class RankReports:
     def on_exit(self, end: RankExit) -> None:
         """Note that a process ended."""
         self.state.ranks[end.rank].exited = f"exited: {end.cause}"
-
-    def on_refused(self, rank: Rank, error: ManipleError) -> None:
-        """Note that a rank ended its stream for good."""
-        self.state.ranks[rank].failed = f"refused: {type(error).__name__}: {error.message}"
 
     def on_misbehaved(self, rank: Rank, phrase: str) -> None:
         """Note something no rank of ours does."""
@@ -86,8 +78,6 @@ class RankReports:
         self.saw_incarnation(rank, report.incarnation_id)
         if known.restarted:
             return
-        if report.epoch > self._epoch:
-            self.fenced_by = Epoch(report.epoch)
         self.saw_progress(rank, accepted=report.accepted, completed=report.completed)
         known.running_step, known.running_for_s = report.running_step, report.running_for_ms / 1000
         known.busy = None

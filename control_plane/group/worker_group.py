@@ -1,40 +1,36 @@
-"""Own one group of ranks: form it, send it deltas, watch it, end it once.
-
-The engine sees callbacks; everything that waits for a rank happens in tasks of the group.
-"""
+"""Own one group of ranks: form it, send it deltas, hear of its loss, end it once."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from control_plane.executors.base import Executor, RankExit
 from control_plane.group.formation import Formation, Grant, ProgressCallback
 from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
-from control_plane.group.rank_reports import RankReports
-from control_plane.group.rank_stream import RankStream, StreamTiming
+from control_plane.group.rank_stream import RankStream
 from control_plane.group.settings import GroupFacts, GroupSettings, RankStatus
-from control_plane.group.step_ledger import Answer, SentStep, StepLedger
-from control_plane.group.watchdog import Judgement, Verdict, known_loss, move_clock, verdict
+from control_plane.group.tenure import OUTPUT_RANK, Tenure
+from control_plane.group.watchdog import Judgement, Verdict
 from maniple.v1 import rank_health_pb2, scheduler_delta_pb2, worker_pb2
-from service_chassis.errors import Fenced, ManipleError
+from service_chassis.errors import ManipleError
 from service_chassis.ids import Epoch, Rank
 from service_chassis.telemetry import get_logger
 
+__all__ = ["OUTPUT_RANK", "WorkerGroup"]
+
 log = get_logger()
 
-OUTPUT_RANK = Rank(0)
-_RUN = (scheduler_delta_pb2.SchedulerDelta.MODE_UNSPECIFIED, scheduler_delta_pb2.SchedulerDelta.MODE_RUN)
-_HEALTH_RETRY_S = 0.1
 # How long a survivor may take to hear that the group is over.
 _FAREWELL_S = 0.5
 
 
 class WorkerGroup:
-    """A group under one owner, from its formation to its end. Not used again afterwards; form a new one."""
+    """A group under one owner, from its formation to its end. Not used again afterwards: form a new one.
+
+    The engine sets the callbacks before ``form``. They come from the event loop and must not raise.
+    """
 
     def __init__(
         self,
@@ -46,27 +42,22 @@ class WorkerGroup:
     ) -> None:
         self.executor = executor
         self.settings = settings
-        # Set by the engine before form(). All are called from the event loop and must not raise.
         self.on_result: Callable[[scheduler_delta_pb2.StepResult], None] = lambda result: None
         self.on_accepted: Callable[[int], None] = lambda step: None  # every rank accepted up to this step
         self.on_lost: Callable[[LossReason], None] = lambda loss: None  # at most once, after form() returned
         self.on_health: Callable[[bool, str], None] = lambda healthy, reason: None
-        self.healthy = False  # becomes true when form() returns; the reason beside it is for people
+        self.healthy = False  # since form() returned, and as the watchdog sees it; the reason beside it is for people
         self.health_reason = "the group is not formed"
         self.loss: LossReason | None = None
         self.facts: GroupFacts | None = None
         self._owner_id = owner_id
         self._clock = clock
-        self._epoch = Epoch(0)
-        self._ledger = StepLedger(executor.ranks)
-        self._reports: RankReports | None = None  # since the grant
-        self._streams: list[RankStream] = []
-        self._tasks: set[asyncio.Task[None]] = set()  # streams, health watches, watchdog; ended by teardown alone
+        self._tenure: Tenure | None = None  # since the grant
         self._forming: asyncio.Task[GroupFacts] | None = None
         self._progress: ProgressCallback = lambda stage, rank, share, detail: None
         self._stage = ""
-        self._teardown: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
+        self._teardown: asyncio.Task[None] | None = None
 
     # Formation
 
@@ -97,12 +88,15 @@ class WorkerGroup:
                 raise GroupNotFormed(self.loss)
             if self._teardown is not None or self._forming.cancelled():
                 raise GroupNotFormed(LossReason(None, "the group was torn down while it was forming"))
-            facts = self.facts = self._forming.result()
+            facts = self._forming.result()
         except BaseException as error:
             await self.teardown(str(error) or type(error).__name__)
             raise
         finally:
             lost.cancel()
+        assert self._tenure is not None, "a group is formed under a grant"
+        self._tenure.step_us_per_token = facts.step_us_per_token
+        self.facts = facts
         self._set_health(Judgement(Verdict.HEALTHY))
         return facts
 
@@ -111,47 +105,10 @@ class WorkerGroup:
         self._progress(stage, rank, share, detail)
 
     def _begin_tenure(self, grant: Grant) -> None:
-        """Open the streams and begin to watch: all ranks granted."""
-        settings = self.settings
-        self._epoch = grant.epoch
-        self._reports = RankReports(
-            grant.incarnations,
-            epoch=grant.epoch,
-            heartbeat_timeout_s=settings.heartbeat_timeout_s,
-            step_timeout_s=settings.step_timeout_s,
-            clock=self._clock,
+        self._tenure = Tenure(
+            self.executor, self.settings, grant, owner_id=self._owner_id, clock=self._clock, listener=self
         )
-        timing = StreamTiming(
-            report_interval_s=settings.report_interval_s,
-            idle_report_interval_s=settings.idle_report_interval_s,
-            answer_timeout_s=settings.heartbeat_timeout_s,
-        )
-        for rank in self.executor.ranks:
-            stream = RankStream(
-                rank,
-                functools.partial(self.executor.open_steps, rank),
-                self._ledger,
-                self,
-                epoch=grant.epoch,
-                owner_id=self._owner_id,
-                timing=timing,
-            )
-            self._streams.append(stream)
-            self._spawn(stream.run(), f"steps-{rank}")
-            self._spawn(self._watch_health(rank, self._reports), f"health-{rank}")
-        self._spawn(self._watch(self._reports), "watchdog")
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:  # a defect of ours; without this task a rank is unwatched, so the group cannot go on
-            log.error("group_task.failed", task=task.get_name(), exc_info=error)
-            self._lose(LossReason(None, f"the control plane failed at {task.get_name()}: {type(error).__name__}"))
+        self._tenure.begin()
 
     # Steps
 
@@ -173,148 +130,64 @@ class WorkerGroup:
             state_digest: of the batch state after the delta, as in the delta itself.
             num_tokens: tokens scheduled in the step, for its time budget.
         """
-        if self._reports is None or self.loss is not None or self._teardown is not None:
-            return
-        message = worker_pb2.StepsRequest(epoch=self._epoch, delta=delta)
-        self._ledger.add(SentStep(step, message, mode in _RUN, num_tokens, self._clock()))
-        self._reports.expect_state_digest(step, state_digest)
-        for stream in self._streams:
-            stream.wake()
+        if self._tenure is not None and not self._is_over:
+            self._tenure.send(step, delta, mode, state_digest, num_tokens)
 
     def send_sample_input(self, sample_input: scheduler_delta_pb2.SampleInput) -> None:
         """Queue what the sampling of a step waits for; kept and sent again until the step's result came."""
-        message = worker_pb2.StepsRequest(epoch=self._epoch, sample_input=sample_input)
-        self._ledger.add_sample_input(sample_input.step, message)
-        for stream in self._streams:
-            stream.send_sample_input(message)
+        if self._tenure is not None and not self._is_over:
+            self._tenure.send_sample_input(sample_input)
 
     def expect_token_digest(self, step: int, value: int) -> None:
         """Say what every rank's token digest must be once it has completed ``step``."""
-        if self._reports is not None:
-            self._reports.expect_token_digest(step, value)
-            self._act_on_facts()
+        if self._tenure is not None:
+            self._tenure.expect_token_digest(step, value)
 
     def accuse(self, rank: Rank, phrase: str) -> None:
         """End the group because of an answer of ``rank`` that cannot be true; ``phrase`` goes on after "rank N"."""
-        if self._reports is not None:
-            self._reports.on_misbehaved(rank, phrase)
-            self._act_on_facts()
+        if self._tenure is not None:
+            self._tenure.accuse(rank, phrase)
 
-    # What ranks say; see StreamListener
+    @property
+    def _is_over(self) -> bool:
+        return self.loss is not None or self._teardown is not None
 
-    def on_welcome(self, rank: Rank, welcome: worker_pb2.StepsResponse.Welcome) -> None:
-        """Check where the rank stands before anything is sent to it again."""
-        reports = self._known_reports()
-        reports.heard_steps(rank)
-        reports.saw_incarnation(rank, welcome.incarnation_id)
-        lowest, highest = self._ledger.accepted(rank), self._ledger.last_sent
-        if not lowest <= welcome.accepted <= highest:
-            phrase = f"says that it accepted step {welcome.accepted}; known are {lowest} to {highest}"
-            reports.on_misbehaved(rank, phrase)
-        else:
-            reports.saw_state_digest(rank, welcome.accepted, welcome.state_digest)
-            self._take_progress(rank, welcome.accepted, welcome.completed)
-        self._act_on_facts()
+    # What the tenure tells; see TenureListener
 
-    def on_step_result(self, rank: Rank, result: scheduler_delta_pb2.StepResult) -> None:
-        """Pass a result on, in order and once."""
-        reports = self._known_reports()
-        reports.heard_steps(rank)
-        if rank != OUTPUT_RANK or self.loss is not None:
-            return
-        due = self._ledger.next_result
-        answer = self._ledger.answer(result.step)
-        if answer is Answer.DUE:
-            self._take_progress(rank, result.step, result.step)
-            self.on_result(result)
-        elif answer is Answer.GAP:
-            reports.on_misbehaved(rank, f"sent the result of step {result.step} while that of step {due} was due")
-            self._act_on_facts()
+    def tenure_answered(self, result: scheduler_delta_pb2.StepResult) -> None:
+        """Pass a result to the engine."""
+        self.on_result(result)
 
-    def on_stream_report(self, rank: Rank, report: rank_health_pb2.RankReport) -> None:
-        """Take over a report from Steps."""
-        self._known_reports().heard_steps(rank)
-        self._take_report(rank, report)
+    def tenure_settled(self, step: int) -> None:
+        """Pass an acceptance to the engine."""
+        self.on_accepted(step)
 
-    def on_refused(self, rank: Rank, error: ManipleError) -> None:
-        """End the group: no reconnect can help."""
-        if isinstance(error, Fenced):
-            self._lose(LossReason(rank, f"rank {rank} has another owner: {error.message}", LossKind.FENCED))
-            return
-        self._known_reports().on_refused(rank, error)
-        self._act_on_facts()
-
-    def _take_report(self, rank: Rank, report: rank_health_pb2.RankReport) -> None:
-        reports = self._known_reports()
-        reports.saw_report(rank, report)
-        if self.facts is None and report.HasField("busy"):
-            busy = report.busy
-            self._progress(self._stage, rank, busy.progress, busy.detail or busy.what)
-        if report.accepted > self._ledger.last_sent:
-            reports.on_misbehaved(rank, f"says that it accepted step {report.accepted}, which was never sent")
-        self._act_on_facts()
-        if self.loss is None:
-            self._take_progress(rank, report.accepted, report.completed)
-
-    def _take_progress(self, rank: Rank, accepted: int, completed: int) -> None:
-        self._known_reports().saw_progress(rank, accepted=accepted, completed=completed)
-        if self._ledger.accept(rank, accepted):
-            self.on_accepted(self._ledger.accepted_by_all)
-
-    def _known_reports(self) -> RankReports:
-        assert self._reports is not None, "no rank speaks before the grant"
-        return self._reports
-
-    # Watching
-
-    async def _watch_health(self, rank: Rank, reports: RankReports) -> None:
-        while True:
-            try:
-                async for report in self.executor.watch_health(rank, self._epoch):
-                    reports.heard_health(rank)
-                    self._take_report(rank, report)
-            except ConnectionError as error:
-                log.warning("health_stream.broken", rank=rank, reason=str(error))
-            await asyncio.sleep(_HEALTH_RETRY_S)
-
-    async def _watch(self, reports: RankReports) -> None:
-        """Tick the watchdog."""
-        tick_s = min(0.1, self.settings.heartbeat_timeout_s / 10)
-        while True:
-            await asyncio.sleep(tick_s)
-            now = self._clock()
-            oldest = self._ledger.oldest
-            reports.watch_step(oldest, self._budget_s(oldest.num_tokens) if oldest else 0.0)
-            late_s = move_clock(reports.state, now, tick_s)
-            if late_s > 1.0:
-                log.warning("watchdog.was_late", late_s=round(late_s, 3))
-            self._act(verdict(now, reports.state))
-
-    def _budget_s(self, num_tokens: int) -> float:
-        step_us_per_token = self.facts.step_us_per_token if self.facts else 0.0
-        return self.settings.step_timeout_s + num_tokens * step_us_per_token / 1e6
-
-    def _on_exit(self, end: RankExit) -> None:
-        if self._reports is None:
-            self._lose(LossReason(end.rank, f"rank {end.rank} exited: {end.cause}"))
-        else:
-            self._reports.on_exit(end)
-            self._act_on_facts()
-
-    def _act_on_facts(self) -> None:
-        """Act at once on what needs no punctual watcher."""
-        reports = self._known_reports()
-        if reports.fenced_by is not None:
-            self._lose(LossReason(None, f"epoch {reports.fenced_by} was granted to another owner", LossKind.FENCED))
-        judgement = known_loss(reports.state)
-        if judgement is not None:
-            self._act(judgement)
-
-    def _act(self, judgement: Judgement) -> None:
+    def tenure_judged(self, judgement: Judgement) -> None:
+        """Act on a verdict."""
         if judgement.verdict is Verdict.LOST:
             self._lose(LossReason(judgement.rank, str(judgement)))
         elif self.facts is not None:
             self._set_health(judgement)
+
+    def tenure_fenced(self, rank: Rank, why: str) -> None:
+        """End the group without touching its ranks."""
+        self._lose(LossReason(rank, f"rank {rank} has another owner: {why}", LossKind.FENCED))
+
+    def tenure_broke(self, what: str, error: BaseException) -> None:
+        """End a group that is not watched any more."""
+        log.error("group_task.failed", task=what, exc_info=error)
+        self._lose(LossReason(None, f"the control plane failed at {what}: {type(error).__name__}"))
+
+    def rank_is_busy(self, rank: Rank, busy: rank_health_pb2.RankReport.Busy) -> None:
+        """Show progress of a stage."""
+        if self.facts is None:
+            self._progress(self._stage, rank, busy.progress, busy.detail or busy.what)
+
+    def _on_exit(self, end: RankExit) -> None:
+        if self._tenure is None:
+            self._lose(LossReason(end.rank, f"rank {end.rank} exited: {end.cause}"))
+        else:
+            self._tenure.on_exit(end)
 
     def _set_health(self, judgement: Judgement) -> None:
         healthy = judgement.verdict is Verdict.HEALTHY
@@ -326,11 +199,13 @@ class WorkerGroup:
     # The end
 
     def _lose(self, loss: LossReason) -> None:
-        if self.loss is not None or self._teardown is not None:
+        if self._is_over:
             return
         self.loss = loss
-        log.error("rank.lost" if loss.rank is not None else "group.lost", rank=loss.rank, reason=loss.reason)
         self.healthy, self.health_reason = False, loss.reason
+        log.error("rank.lost" if loss.rank is not None else "group.lost", rank=loss.rank, reason=loss.reason)
+        if self._tenure is not None:
+            self._tenure.silence()
         self._lost.set()
         if self.facts is not None:  # else form() raises it and tears down
             self.on_lost(loss)
@@ -338,7 +213,8 @@ class WorkerGroup:
 
     async def goodbye(self, kind: worker_pb2.StepsRequest.Goodbye.Kind.ValueType) -> bool:
         """Send a goodbye to every rank, the last one first (PROTOCOL E); say whether all took it."""
-        taken = [await stream.goodbye(kind, timeout_s=_FAREWELL_S) for stream in reversed(self._streams)]
+        streams = self._tenure.streams if self._tenure is not None else []
+        taken = [await stream.goodbye(kind, timeout_s=_FAREWELL_S) for stream in reversed(streams)]
         return all(taken)
 
     async def teardown(self, reason: str) -> None:
@@ -356,24 +232,25 @@ class WorkerGroup:
         if self._forming is not None:
             self._forming.cancel()
             await asyncio.wait({self._forming}, timeout=_FAREWELL_S)
-        fenced = self.loss is not None and self.loss.kind is LossKind.FENCED
-        if not fenced:
-            await asyncio.gather(*(self._dismiss(stream, reason) for stream in self._streams))
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if not fenced:  # what another owner holds is not ours to kill
+        is_fenced = self.loss is not None and self.loss.kind is LossKind.FENCED
+        if self._tenure is not None:
+            self._tenure.silence()
+            if not is_fenced:
+                farewells = (self._dismiss(self._tenure, stream, reason) for stream in self._tenure.streams)
+                await asyncio.gather(*farewells)
+            await self._tenure.end()
+        if not is_fenced:  # what another owner holds is not ours to kill
             await self.executor.shutdown(grace_s=self.settings.teardown_grace_s)
-        log.info("group.ended", epoch=self._epoch, reason=reason, duration_s=round(time.monotonic() - started_at, 3))
+        epoch = self._tenure.epoch if self._tenure is not None else Epoch(0)
+        log.info("group.ended", epoch=epoch, reason=reason, duration_s=round(time.monotonic() - started_at, 3))
 
-    async def _dismiss(self, stream: RankStream, reason: str) -> None:
+    async def _dismiss(self, tenure: Tenure, stream: RankStream, reason: str) -> None:
         """Tell a rank to go: on its stream, or by a call where that is broken. One that is gone needs no telling."""
-        if self._reports is not None and self._reports.state.ranks[stream.rank].exited:
+        if tenure.has_exited(stream.rank):
             return
         if await stream.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_SHUTDOWN, timeout_s=_FAREWELL_S):
             return
-        request = worker_pb2.LeaveRequest(epoch=self._epoch, reason=reason)
+        request = worker_pb2.LeaveRequest(epoch=tenure.epoch, reason=reason)
         try:
             await self.executor.call(stream.rank, "Leave", request, timeout_s=_FAREWELL_S)
         except (ManipleError, ConnectionError, TimeoutError) as error:
@@ -383,26 +260,4 @@ class WorkerGroup:
 
     def ranks(self) -> list[RankStatus]:
         """Return what is known of each rank, for GetStatus."""
-        if self._reports is None:
-            return []
-        now = self._clock()
-        statuses = []
-        for state, stream in zip(self._reports.state.ranks, self._streams, strict=True):
-            address, pid = self.executor.describe_rank(state.rank)
-            heard_at = min(state.heard_steps_at or now, state.heard_health_at or now)
-            statuses.append(
-                RankStatus(
-                    rank=state.rank,
-                    address=address,
-                    pid=pid,
-                    incarnation_id=self._reports.incarnations[state.rank],
-                    connected=stream.connected,
-                    accepted=state.accepted,
-                    completed=state.completed,
-                    running_step=state.running_step,
-                    running_for_s=state.running_for_s,
-                    silent_for_s=max(now - heard_at, 0.0),
-                    busy=state.busy.what if state.busy else "",
-                )
-            )
-        return statuses
+        return self._tenure.ranks() if self._tenure is not None else []
