@@ -16,7 +16,7 @@ GEN = ROOT / "gen"
 
 
 def generate(target: Path) -> None:
-    """Write messages, services and typed stubs below ``target``. Proto package = Python package, so nothing is patched."""
+    """Write messages, services and typed stubs below ``target``. Proto package = Python package: nothing is patched."""
     target.mkdir(parents=True, exist_ok=True)
     outs = [f"--{plugin}_out={target}" for plugin in ("python", "grpc_python", "mypy", "mypy_grpc")]
     files = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
