@@ -114,7 +114,7 @@ class Vitals:
                 self._listeners.remove(callback)
 
     def announce(self) -> None:
-        """Have everybody report at once: a failure, or work that begins after idleness. Any thread."""
+        """Have everybody report at once: a failure, long work that begins or ends. Any thread."""
         with self._lock:
             listeners = list(self._listeners)
         for callback in listeners:
@@ -137,13 +137,24 @@ class _Watch(rank_health_pb2_grpc.RankHealthServiceServicer):
         with self._vitals.listening(wake.set):
             while context.is_active():
                 yield rank_health_pb2.WatchResponse(report=self._vitals.report(late_s))
-                interval_s = self._report_interval_s if self._vitals.active else idle_s
-                due = time.monotonic() + interval_s
-                if wake.wait(interval_s):
-                    wake.clear()
-                    late_s = 0.0
-                else:
-                    late_s = time.monotonic() - due
+                late_s = self._pause(wake, idle_s)
+
+    def _pause(self, wake: threading.Event, idle_s: float) -> float:
+        """Wait until a report is due; return the seconds by which this thread woke too late.
+
+        Idleness is looked at in slices of the short interval, so that steps need not wake anybody when they begin: in
+        lock step each of them would.
+        """
+        started = time.monotonic()
+        while True:
+            slice_s = min(self._report_interval_s, idle_s)
+            due = time.monotonic() + slice_s
+            if wake.wait(slice_s):
+                wake.clear()
+                return 0.0
+            now = time.monotonic()
+            if self._vitals.active or now - started >= idle_s:
+                return now - due
 
 
 class HealthServer:

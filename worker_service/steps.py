@@ -216,7 +216,6 @@ class Steps:
             self._on_failure(Failure(type(error).__name__, error.message, int(expected["expected_step"])))
             raise
         if not was_active:
-            self._vitals.announce()
             stream.became_active()
 
     def _accept(self, batch: Batch, raw: bytes) -> None:

@@ -54,8 +54,9 @@ class StepsStream:
         self._arm()
 
     def became_active(self) -> None:
-        """Report more often from now on: the first delta after idleness."""
-        self._arm()
+        """Report soon: the first delta after idleness. In lock step every delta is, so nothing is put off here."""
+        if self._timer is None or self._timer.when() > self._loop.time() + self._report_interval_s:
+            self._arm()
 
     def end(self, error: ManipleError | None = None) -> None:
         """End the stream once what is due was sent: with the status of ``error``, or in order. Once."""

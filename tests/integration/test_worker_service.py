@@ -49,6 +49,23 @@ async def test_rank_decodes_what_the_definition_says_and_mentions_nothing(tmp_pa
         assert (described.num_rows, described.completed, described.device) == (2, 8, "scripted")
 
 
+async def test_reports_come_at_their_interval_also_in_lock_step(tmp_path: Path) -> None:
+    async with worker_process(tmp_path) as worker:
+        await worker.make_ready(options=ScriptedOptions(step_time_s=0.02))
+        steps, _ = await worker.open()
+        maker = DeltaMaker()
+        await steps.send(delta=maker.make(new={0: PROMPT}))
+        num_reports, began = 0, time.monotonic()
+        while num_reports < 5:
+            response = await steps.read()
+            if response.WhichOneof("message") == "result":
+                await steps.send(delta=maker.make())
+            else:
+                num_reports += 1
+        assert 0.4 < time.monotonic() - began < 3
+        assert maker.step > 10
+
+
 async def test_bookkeeping_delta_is_reported_as_accepted_at_once(tmp_path: Path) -> None:
     async with worker_process(tmp_path, "--idle-report-interval-s", "60", "--report-interval-s", "60") as worker:
         await worker.make_ready()
@@ -345,7 +362,7 @@ async def test_calls_that_do_not_fit_are_refused_and_the_rank_lives(tmp_path: Pa
         assert "versions 1 to 1" in (await refused(worker.join(protocol_version=2))).message
         await worker.join()
         stub = worker.stub
-        early = await refused(stub.LoadModel(worker_pb2.LoadModelRequest(epoch=1, model="scripted")))
+        early = await refused(stub.ProfileMemory(worker_pb2.ProfileMemoryRequest(epoch=1)))
         assert early.reason == "WRONG_STATE"
         two = worker_pb2.FormGroupRequest(epoch=1, formation_id="f", rank=0, world_size=2)
         assert "more than one rank are not built yet" in (await refused(stub.FormGroup(two))).message

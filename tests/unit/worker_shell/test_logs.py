@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import io
 import json
 import logging
 
 import pytest
 
 from service_chassis.protocol.delta_log import StepLog
-from service_chassis.telemetry import configure_logging, get_logger
+from service_chassis.telemetry import LogFormat, get_logger
+from support.logs import captured_log
 from worker_service.tombstones import Tombstone, Tombstones
 
 
@@ -58,38 +58,25 @@ def test_tombstones_do_not_age_while_orphaned() -> None:
     assert len(kept) == 0
 
 
-@pytest.fixture
-def restored_logging() -> object:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-@pytest.mark.usefixtures("restored_logging")
 def test_log_lines_are_json_on_a_pipe_whoever_wrote_them() -> None:
-    stream = io.StringIO()
-    configure_logging("info", stream=stream, rank=3)
-    get_logger(epoch=4).info("group.formed", duration_s=0.5)
-    get_logger().debug("step.applied")
-    logging.getLogger("grpc").warning("from %s", "elsewhere")
-    logging.getLogger("httpx").info("request body")
+    with captured_log("info", "auto", rank=3) as stream:
+        get_logger(epoch=4).info("group.formed", duration_s=0.5)
+        get_logger().debug("step.applied")
+        logging.getLogger("grpc").warning("from %s", "elsewhere")
+        logging.getLogger("httpx").info("request body")
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line["event"] for line in lines] == ["group.formed", "from elsewhere"]
     assert (lines[0]["rank"], lines[0]["epoch"], lines[0]["level"]) == (3, 4, "info")
     assert lines[1]["rank"] == 3
 
 
-@pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize("log_format", ["json", "console"])
-def test_tracebacks_do_not_show_local_variables(log_format: str) -> None:
-    stream = io.StringIO()
-    configure_logging("info", log_format, stream=stream)  # type: ignore[arg-type]
+def test_tracebacks_do_not_show_local_variables(log_format: LogFormat) -> None:
     prompt = "".join(["the ", "user's ", "words"])
-    try:
-        raise ValueError(len(prompt))
-    except ValueError:
-        get_logger().exception("call.crashed")
+    with captured_log("info", log_format) as stream:
+        try:
+            raise ValueError(len(prompt))
+        except ValueError:
+            get_logger().exception("call.crashed")
     assert "ValueError: 16" in stream.getvalue()
     assert "the user's words" not in stream.getvalue()
