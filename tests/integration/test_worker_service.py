@@ -76,6 +76,7 @@ async def test_bookkeeping_delta_is_reported_as_accepted_at_once(tmp_path: Path)
         await steps.send(delta=maker.make(finished=[0], mode=Delta.MODE_APPLY_ONLY))
         report = await steps.report_where(lambda report: report.accepted == 2)
         assert report.state_digest == 0
+        await worker.report_where(lambda report: report.completed == 2)
         described = await worker.describe()
         assert (described.num_rows, described.num_tombstones) == (0, 1)
 
