@@ -29,9 +29,7 @@ def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     methods = {"ServerReflectionInfo": handler}
-    server.add_generic_rpc_handlers(
-        tuple(grpc.method_handlers_generic_handler(name, methods) for name in reflections)
-    )
+    server.add_generic_rpc_handlers(tuple(grpc.method_handlers_generic_handler(name, methods) for name in reflections))
 
 
 def _register_v1_descriptors() -> None:

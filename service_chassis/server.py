@@ -48,9 +48,7 @@ def channel_options(max_message_bytes: int) -> ChannelOptions:
     ]
 
 
-def make_server(
-    max_message_bytes: int, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
-) -> grpc.aio.Server:
+def make_server(max_message_bytes: int, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
     """Return a server with our options and error interceptors; ``interceptors`` run inside those."""
     return grpc.aio.server(
         interceptors=[*error_interceptors(max_message_bytes), *interceptors],

@@ -164,7 +164,7 @@ class HealthServer:
         pool = ThreadPoolExecutor(_MAX_WATCHERS, thread_name_prefix="rank-health")
         self._server = grpc.server(pool, options=server_options(max_message_bytes=1 << 20))
         servicer = _Watch(vitals, report_interval_s, idle_report_interval_s)
-        rank_health_pb2_grpc.add_RankHealthServiceServicer_to_server(servicer, self._server) 
+        rank_health_pb2_grpc.add_RankHealthServiceServicer_to_server(servicer, self._server)
 
     def start(self, address: str) -> str:
         """Bind and serve; return the address with its port. Raises ``ConfigurationError``."""

@@ -63,9 +63,7 @@ class Rank:
         self._step_loop = StepLoop(
             self.vitals, self.tombstones, post, lambda done: self._steps.on_completed(done), self._on_step_failed
         )
-        self._steps = Steps(
-            self.config, self._ownership, self.vitals, self._step_loop, self._fail, self._on_goodbye
-        )
+        self._steps = Steps(self.config, self._ownership, self.vitals, self._step_loop, self._fail, self._on_goodbye)
         self._stages = Stages(self.config, self.vitals, self._step_loop, self._steps, self._fail)
         self._step_loop.start()
         self._ticker = asyncio.create_task(self._tick())
@@ -213,9 +211,7 @@ class Rank:
         self._check_epoch(request.epoch)
         return await self._stages.profile_memory(request)
 
-    async def allocate_kv_cache(
-        self, request: worker_pb2.AllocateKvCacheRequest
-    ) -> worker_pb2.AllocateKvCacheResponse:
+    async def allocate_kv_cache(self, request: worker_pb2.AllocateKvCacheRequest) -> worker_pb2.AllocateKvCacheResponse:
         self._check_epoch(request.epoch)
         return await self._stages.allocate_kv_cache(request)
 

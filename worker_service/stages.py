@@ -149,9 +149,7 @@ class Stages:
 
         return await self._run(worker_pb2.WORKER_STAGE_LOADED, worker_pb2.WORKER_STAGE_PROFILED, profile)
 
-    async def allocate_kv_cache(
-        self, request: worker_pb2.AllocateKvCacheRequest
-    ) -> worker_pb2.AllocateKvCacheResponse:
+    async def allocate_kv_cache(self, request: worker_pb2.AllocateKvCacheRequest) -> worker_pb2.AllocateKvCacheResponse:
         """Stage 4. From here on there is a batch, empty, before step 1."""
         limits = request.limits
 

@@ -28,9 +28,7 @@ class Clocked:
         self.now += seconds
 
     def ask(self, epoch: int, owner: str, *, force: bool = False) -> Granted | Refused:
-        return self.ownership.ask(
-            self.now, epoch=epoch, owner_id=owner, owner_address="", force=force, lease_s=LEASE_S
-        )
+        return self.ownership.ask(self.now, epoch=epoch, owner_id=owner, owner_address="", force=force, lease_s=LEASE_S)
 
 
 @pytest.fixture

@@ -52,9 +52,7 @@ def test_preempted_row_recomputes_to_the_same_tokens() -> None:
 def test_fork_shares_the_prompt_and_draws_its_own_noise() -> None:
     driver = Driver()
     sampling = RowSampling(temperature=0.7, seed=99)
-    driver.run(
-        {0: (0, 5, True)}, new_rows=(new_row(0, PROMPT, sampling=sampling),), table_changes=(table(0, 1, 2, 3),)
-    )
+    driver.run({0: (0, 5, True)}, new_rows=(new_row(0, PROMPT, sampling=sampling),), table_changes=(table(0, 1, 2, 3),))
     fork = new_row(
         1, [], num_prompt_tokens=5, num_computed_tokens=4, num_prefill_tokens=5, fork_of=0, sample_index=1,
         sampling=sampling,
@@ -107,9 +105,7 @@ def test_token_digest_follows_the_known_tokens() -> None:
 
 def test_row_that_needs_the_full_sampler_is_refused_with_the_sentence() -> None:
     with pytest.raises(NotBuilt, match="the scripted model without torch serves greedy, seeded and forced output"):
-        generate(
-            Driver(ScriptedOptions(sampler="numpy")), 0, PROMPT, 1, sampling=RowSampling(temperature=1.0, top_k=5)
-        )
+        generate(Driver(ScriptedOptions(sampler="numpy")), 0, PROMPT, 1, sampling=RowSampling(temperature=1.0, top_k=5))
 
 
 def test_faults_fire_at_their_step_on_their_rank() -> None:
