@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -73,7 +74,22 @@ def version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            code = _run(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit as error:  # argparse: 0 after --help, 2 for bad usage
+            code = error.code if isinstance(error.code, int) else USAGE
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Point stdout elsewhere, or the flush at exit fails again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    return code
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return OK if words else USAGE
@@ -85,14 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"maniple: there is no command {words[0]!r}; `maniple --help` lists them", file=sys.stderr)
         return USAGE
     module = importlib.import_module(f"control_plane.cli.{command.module}")
-    try:
-        code: int = module.run(words[1:])
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough. Point stdout elsewhere, or closing it at exit fails again.
-        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
-        return OK
+    code: int = module.run(words[1:])
     return code
 
 

@@ -111,8 +111,8 @@ def rows(status: admin_pb2.GetStatusResponse, address: str) -> list[tuple[str, s
         facts += [
             (
                 f"  rank {rank.rank}",
-                f"{rank.address or 'in this process'}, pid {rank.pid or '?'}, accepted {rank.accepted}, "
-                f"completed {rank.completed}, heard {rank.silent_for_s:.1f} s ago",
+                f"{rank.address or 'in this process'}{f', pid {rank.pid}' if rank.pid else ''}, "
+                f"accepted {rank.accepted}, completed {rank.completed}, heard {rank.silent_for_s:.1f} s ago",
             )
             for rank in group.ranks
         ]

@@ -55,6 +55,18 @@ def test_help_names_every_command_and_exits_0() -> None:
     assert "demo  " not in done.stdout.partition("Examples")[0], "the hidden command is hidden"
 
 
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["chat", "--help"]])
+def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "control_plane.cli", *words]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("command", ["serve", "control-plane", "generate", "chat", "status", "demo"])
 def test_every_command_explains_itself(command: str) -> None:
     done = maniple(command, "--help")
