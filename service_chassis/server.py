@@ -39,15 +39,6 @@ def server_options(max_message_bytes: int) -> ChannelOptions:
     ]
 
 
-def channel_options(max_message_bytes: int) -> ChannelOptions:
-    """Return the options of a channel to a server of ours, with a TCP connection of its own."""
-    return [
-        ("grpc.use_local_subchannel_pool", 1),  # channels with equal arguments would share one connection
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-    ]
-
-
 def make_server(max_message_bytes: int, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
     """Return a server with our options and error interceptors; ``interceptors`` run inside those."""
     return grpc.aio.server(

@@ -47,8 +47,3 @@ class Tombstones:
         """Return what is kept, oldest first."""
         with self._lock:
             return list(self._kept)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._kept.clear()
