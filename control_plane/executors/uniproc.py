@@ -105,8 +105,11 @@ class UniprocExecutor(Executor):
         """End streams and the device thread. A device that hangs keeps its (daemon) thread until the process ends."""
         if self._started is not None and not self._closed.is_set():
             self._closed.set()
-            async with asyncio.timeout(grace_s):
-                await self._started.close()
+            try:
+                async with asyncio.timeout(grace_s):
+                    await self._started.close()
+            except TimeoutError:
+                log.warning("rank.not_closed", rank=0, grace_s=grace_s)
 
 
 _Serve = Callable[[AsyncIterator[worker_pb2.StepsRequest]], AsyncIterator[worker_pb2.StepsResponse]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TypeVar, cast
 from google.protobuf.message import Message
 
 from control_plane.executors.base import Executor, RankCallError
+from control_plane.executors.collective import start_on_all
 from control_plane.group.kv_sizing import KvMemory, KvPlan, plan_kv_cache
 from control_plane.group.loss import GroupNotFormed, LossReason
 from control_plane.group.settings import GroupFacts, GroupSettings, ModelOnRanks
@@ -171,14 +171,16 @@ class Formation:
         joined: dict[Rank, worker_pb2.JoinResponse] = {}
         first, *others = self._executor.ranks
         for ranks in ((first,), tuple(others)):
-            replies = await asyncio.gather(*(self._join_rank(rank, epoch) for rank in ranks))
-            joined |= zip(ranks, replies, strict=True)
+            if ranks:
+                calls = {rank: self._join_rank(rank, epoch) for rank in ranks}
+                replies = await start_on_all("Join", calls, timeout_s=self._left_s())
+                joined |= zip(ranks, cast("list[worker_pb2.JoinResponse]", replies), strict=True)
         features = frozenset.intersection(*(frozenset(reply.features) for reply in joined.values()))
         log.info("epoch.held", epoch=epoch, owner_id=self._owner_id, num_ranks=len(joined), features=sorted(features))
         incarnations = {rank: reply.incarnation_id for rank, reply in joined.items()}
         return Grant(epoch=epoch, incarnations=incarnations, features=features)
 
-    async def _join_rank(self, rank: Rank, epoch: Epoch) -> worker_pb2.JoinResponse:
+    async def _join_rank(self, rank: Rank, epoch: Epoch) -> Message:
         request = worker_pb2.JoinRequest(
             epoch=epoch,
             owner_id=self._owner_id,
@@ -189,11 +191,7 @@ class Formation:
             world_size=self._executor.world_size,
             lease_ms=int(self._settings.lease_s * 1000),
         )
-        try:
-            reply = await self._executor.call(rank, "Join", request, timeout_s=self._left_s())
-        except Exception as error:
-            raise RankCallError(rank, "Join", str(error) or type(error).__name__, error=error) from error
-        return cast("worker_pb2.JoinResponse", reply)
+        return await self._executor.call(rank, "Join", request, timeout_s=self._left_s())
 
     def _load_request(self, epoch: Epoch) -> worker_pb2.LoadModelRequest:
         settings = self._settings

@@ -57,6 +57,7 @@ class WorkerGroup:
         self._progress: ProgressCallback = lambda stage, rank, share, detail: None
         self._stage = ""
         self._lost = asyncio.Event()
+        self._has_parted = False  # a goodbye was said
         self._teardown: asyncio.Task[None] | None = None
 
     # Formation
@@ -208,13 +209,21 @@ class WorkerGroup:
             self._tenure.silence()
         self._lost.set()
         if self.facts is not None:  # else form() raises it and tears down
-            self.on_lost(loss)
-            self._begin_teardown(loss.reason)
+            try:
+                self.on_lost(loss)
+            finally:
+                self._begin_teardown(loss.reason)
 
     async def goodbye(self, kind: worker_pb2.StepsRequest.Goodbye.Kind.ValueType) -> bool:
-        """Send a goodbye to every rank, the last one first (PROTOCOL E); say whether all took it."""
-        streams = self._tenure.streams if self._tenure is not None else []
-        taken = [await stream.goodbye(kind, timeout_s=_FAREWELL_S) for stream in reversed(streams)]
+        """Send a goodbye to every rank, the last one first (PROTOCOL E); say whether all took it.
+
+        Nothing more is heard of the ranks, and teardown leaves them to whoever comes next.
+        """
+        if self._tenure is None:
+            return False
+        self._has_parted = True
+        self._tenure.silence()
+        taken = [await stream.goodbye(kind, timeout_s=_FAREWELL_S) for stream in reversed(self._tenure.streams)]
         return all(taken)
 
     async def teardown(self, reason: str) -> None:
@@ -232,10 +241,12 @@ class WorkerGroup:
         if self._forming is not None:
             self._forming.cancel()
             await asyncio.wait({self._forming}, timeout=_FAREWELL_S)
+            if self._forming.done() and not self._forming.cancelled():
+                self._forming.exception()  # form() raised it, or the loss that explains it
         is_fenced = self.loss is not None and self.loss.kind is LossKind.FENCED
         if self._tenure is not None:
             self._tenure.silence()
-            if not is_fenced:
+            if not (is_fenced or self._has_parted):
                 farewells = (self._dismiss(self._tenure, stream, reason) for stream in self._tenure.streams)
                 await asyncio.gather(*farewells)
             await self._tenure.end()

@@ -6,21 +6,22 @@ import os
 import signal
 import time
 
-from support.faults import SETTINGS, assert_next_group_works, forming
+from support.faults import SHORT_TIMES, assert_next_group_works, forming
 
 
 async def test_stopped_rank_is_lost_within_the_heartbeat_timeout_and_a_second() -> None:
-    async with forming() as live:
+    async with forming(teardown_grace_s=0.5, **SHORT_TIMES) as live:
+        timeout_s = SHORT_TIMES["heartbeat_timeout_s"]
         await live.run_steps(2)
         stopped_at = time.monotonic()
         os.kill(live.pid, signal.SIGSTOP)
         live.send_step()  # a step is under way, and nobody will ever answer it
-        loss = await live.lost(within_s=SETTINGS.heartbeat_timeout_s + 1.0)
-        assert live.lost_at - stopped_at > SETTINGS.heartbeat_timeout_s / 2
+        loss = await live.lost(within_s=timeout_s + 1.0)
+        assert live.lost_at - stopped_at > timeout_s / 2
         assert loss.rank == 0
         assert "was silent on its " in loss.reason
         ended_at = time.monotonic()
         await live.group.teardown("again")
         # A stopped process takes no SIGTERM: it is killed after the grace.
-        assert time.monotonic() - ended_at < SETTINGS.teardown_grace_s + 3.0
+        assert time.monotonic() - ended_at < 0.5 + 3.0
     await assert_next_group_works()

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ def say(**facts: object) -> None:
 async def main() -> None:
     from control_plane.executors.multiproc import MultiprocExecutor
     from service_chassis.telemetry import configure_logging
-    from support.faults import SETTINGS, WORKER, LiveGroup
+    from support.faults import SETTINGS, SHORT_TIMES, WORKER, LiveGroup
 
     configure_logging("warning")
-    live = LiveGroup(MultiprocExecutor(world_size=1, settings=WORKER), SETTINGS)
+    live = LiveGroup(MultiprocExecutor(world_size=1, settings=WORKER), replace(SETTINGS, **SHORT_TIMES))
     await live.form()
     say(worker_pid=live.pid, directory=str(live.directory))
     stdin_closed = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -185,7 +185,7 @@ async def test_group_is_lost_when_one_connection_is_silent(
     recorded: Recorded, executor: FakeExecutor, connection: str
 ) -> None:
     setattr(executor.fakes[0], f"mute_{connection}", True)
-    await until(lambda: recorded.losses, "the verdict", timeout_s=SETTINGS.heartbeat_timeout_s + 1.0)
+    await until(lambda: recorded.losses, "the verdict")
     assert recorded.losses[0].rank == 0
     assert "silent" in recorded.losses[0].reason
     assert recorded.health[1][0] is False  # it was suspect before
@@ -262,6 +262,41 @@ async def test_fenced_group_touches_nothing() -> None:
     assert executor.fakes[0].goodbyes == []
     assert "Leave" not in executor.fakes[0].calls
     assert executor.num_shutdowns == 0
+
+
+async def test_goodbye_parts_from_the_ranks_without_a_verdict_and_teardown_leaves_them_alone() -> None:
+    executor = FakeExecutor(2)
+    recorded = Recorded(executor)
+    await recorded.form()
+    assert await recorded.group.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_HANDOVER)
+    await recorded.group.teardown("handed over")
+    for fake in executor.fakes:
+        assert fake.goodbyes == [worker_pb2.StepsRequest.Goodbye.KIND_HANDOVER]
+        assert "Leave" not in fake.calls
+    assert not recorded.losses
+
+
+async def test_teardown_begins_though_the_engine_raises_at_the_loss(executor: FakeExecutor) -> None:
+    recorded = Recorded(executor)
+    await recorded.form()
+
+    def raise_it(loss: LossReason) -> None:
+        raise RuntimeError("a defect")
+
+    recorded.group.on_lost = raise_it
+    with pytest.raises(RuntimeError):
+        executor.kill(0)
+    await until(lambda: executor.num_shutdowns == 1, "teardown")
+
+
+async def test_defect_in_a_callback_ends_the_group(recorded: Recorded, executor: FakeExecutor) -> None:
+    def raise_it(result: scheduler_delta_pb2.StepResult) -> None:
+        raise RuntimeError("a defect")
+
+    recorded.group.on_result = raise_it
+    recorded.send(1)
+    await until(lambda: recorded.losses, "the verdict")
+    assert recorded.losses[0].reason == "the control plane failed at steps-0: RuntimeError"
 
 
 async def test_bad_model_passes_through_in_the_words_of_the_rank(executor: FakeExecutor) -> None:
