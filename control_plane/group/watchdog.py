@@ -12,6 +12,11 @@ from typing import NamedTuple
 from service_chassis.ids import Rank
 
 
+# How long a rank that announced long work may be silent, at most. Loading CUDA's libraries from a cold disk, or capturing
+# a graph, holds the interpreter's lock for longer than any heartbeat; a process that ends meanwhile is seen at once.
+BUSY_SILENCE_S = 30.0
+
+
 class Verdict(Enum):
     HEALTHY = "healthy"
     SUSPECT = "suspect"  # not to be sent new requests, not yet given up
@@ -132,13 +137,16 @@ def known_loss(state: GroupState) -> Judgement | None:
 
 
 def _silence(now: float, state: GroupState, rank: RankState) -> Judgement:
+    limit_s = state.heartbeat_timeout_s
+    if rank.busy is not None:
+        limit_s = max(limit_s, min(BUSY_SILENCE_S, rank.busy.up_to_s - rank.busy.for_s))
     worst = Judgement(Verdict.HEALTHY)
     for connection, heard_at in (("Steps", rank.heard_steps_at), ("health", rank.heard_health_at)):
         silent_s = 0.0 if heard_at is None else now - heard_at
-        if silent_s > state.heartbeat_timeout_s:
+        if silent_s > limit_s:
             return Judgement(Verdict.LOST, rank.rank, f"was silent on its {connection} connection for {silent_s:.1f} s")
         # One report a second is normal for an idle rank; half the timeout is already strange.
-        if silent_s > state.heartbeat_timeout_s / 2:
+        if silent_s > limit_s / 2:
             reason = f"has been silent on its {connection} connection for {silent_s:.1f} s"
             worst = Judgement(Verdict.SUSPECT, rank.rank, reason)
     return worst

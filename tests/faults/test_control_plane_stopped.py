@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+
 from support.control_plane_process import ControlPlaneProcess
 from support.faults import SHORT_TIMES, is_alive
 

@@ -160,6 +160,14 @@ def test_busy_rank_stops_the_step_clock_until_its_bound() -> None:
     assert "wake" in judgement.reason
 
 
+@pytest.mark.parametrize(("for_s", "limit_s"), [(0.0, 30.0), (1780.0, 20.0), (1799.0, 5.0)])
+def test_busy_rank_may_be_silent_for_longer_but_never_beyond_its_bound(for_s: float, limit_s: float) -> None:
+    state = group(1)
+    state.ranks[0].busy = BusyState("load", for_s=for_s, up_to_s=1800.0)
+    assert verdict(T0 + limit_s - 0.1, state).verdict is not Verdict.LOST
+    assert verdict(T0 + limit_s + 0.1, state).verdict is Verdict.LOST
+
+
 def test_verdict_changes_nothing() -> None:
     state = group()
     run_step(state, 3)
