@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from service_chassis.ids import Rank
 
-
-# How long a rank that announced long work may be silent, at most. Loading CUDA's libraries from a cold disk, or capturing
-# a graph, holds the interpreter's lock for longer than any heartbeat; a process that ends meanwhile is seen at once.
+# How long a rank that announced long work may be silent, at most. Loading CUDA's libraries from a cold disk, or
+# capturing a graph, holds the interpreter's lock for longer than any heartbeat; an exit is seen at once all the same.
 BUSY_SILENCE_S = 30.0
 
 
