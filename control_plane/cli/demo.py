@@ -16,7 +16,7 @@ from control_plane.cli.generate import stats_line
 from control_plane.exit_codes import FAILURE, OK
 from maniple_client import Chunk, Client, ManipleError
 
-QUESTION = "Why is the sky blue? Answer in two sentences."
+QUESTION = "What is the capital of France, and what is it known for?"
 STOP_TIMEOUT_S = 20.0
 
 
@@ -60,10 +60,10 @@ def _wait_until_ready(server: subprocess.Popen[str]) -> Ready | None:
     with display() as show:
         for line in server.stdout:
             announcement = from_json(line)
+            if isinstance(announcement, Ready):
+                return announcement  # not shown: it tells what to type next, and this server is about to go
             if announcement is not None:
                 show(announcement)
-            if isinstance(announcement, Ready):
-                return announcement
     return None
 
 

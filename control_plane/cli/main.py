@@ -74,6 +74,8 @@ def version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
+    # gRPC's C core tells of every closed connection on standard error otherwise, also of those that we closed.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         try:
             code = _run(list(sys.argv[1:] if argv is None else argv))

@@ -17,6 +17,7 @@ import pytest
 
 from control_plane.announcement import Ready
 from control_plane.cli.announcements import from_json
+from control_plane.cli.demo import QUESTION
 from maniple.v1 import admin_pb2
 from support.fake_server import FakeServer, running
 
@@ -389,10 +390,10 @@ def test_signal_stops_an_idle_server_with_exit_code_0(number: signal.Signals) ->
 
 
 def test_demo_serves_asks_answers_stops_and_exits_0() -> None:
-    done = maniple("demo", "--model", forced("Because of Rayleigh."))
+    done = maniple("demo", "--model", forced("Paris, for its tower."))
     assert done.returncode == 0, done.stderr
-    assert "> Why is the sky blue?" in done.stdout
-    assert "Because of Rayleigh.\n\n[" in done.stdout
+    assert f"> {QUESTION}" in done.stdout
+    assert "Paris, for its tower.\n\n[" in done.stdout
     assert "first token after" in done.stdout
     assert done.stdout.endswith("`make serve` starts one that stays.\n")
 
