@@ -44,6 +44,11 @@ def ready_line(ready: Ready) -> str:
     )
 
 
+def stage_label(stage: str, rank: Rank) -> str:
+    """Name a stage. Rank 0 goes without saying: fetching has no rank, and most groups have one."""
+    return f"{stage} on rank {rank}" if rank else stage
+
+
 def stopping_line(stopping: Stopping) -> str:
     """Say why the server goes, and whom it waits for."""
     waits = f"; {stopping.num_running} requests may still finish" if stopping.num_running else ""
@@ -96,7 +101,7 @@ class PlainLines:
             case StageProgress(stage=stage, rank=rank, detail=detail):
                 if (stage, rank) not in self._said:
                     self._said.add((stage, rank))
-                    self._print(f"rank {rank}: {stage}" + (f" ({detail})" if detail else ""))
+                    self._print(stage_label(stage, rank) + (f": {detail}" if detail else ""))
             case Ready():
                 self._print(ready_line(announcement))
             case Stopping():
@@ -141,7 +146,7 @@ class Bars:
                     for (_, other), task in self._tasks.items():
                         if other == rank:
                             self._progress.update(task, completed=1.0, detail="")
-                    self._tasks[key] = self._progress.add_task(f"{stage} (rank {rank})", total=1.0, detail="")
+                    self._tasks[key] = self._progress.add_task(stage_label(stage, rank), total=1.0, detail="")
                 self._progress.update(self._tasks[key], completed=share, detail=detail)
             case Ready():
                 self._progress.stop()

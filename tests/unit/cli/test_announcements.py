@@ -34,7 +34,7 @@ def test_plain_lines_say_each_stage_once_whatever_the_number_of_reports() -> Non
         show(StageProgress("load", Rank(0), percent / 100, "layer 1"))
         show(StageProgress("load", Rank(1), percent / 100))
     show(StageProgress("warm up", Rank(0), 0.0))
-    assert out.getvalue().splitlines() == ["rank 0: load (layer 1)", "rank 1: load", "rank 0: warm up"]
+    assert out.getvalue().splitlines() == ["load: layer 1", "load on rank 1", "warm up"]
 
 
 def test_bars_on_a_terminal_end_in_the_ready_line() -> None:
