@@ -10,12 +10,12 @@ import re
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.bad_deltas import SPOILERS
-from support.slot_hash_worker import VOCAB, Bench, make_request, rows_of
 
 from control_plane.scheduling.request import FinishReason
 from maniple.v1.scheduler_delta_pb2 import SchedulerDelta
 from service_chassis.errors import DeltaRefused, OutOfOrder
+from support.bad_deltas import SPOILERS
+from support.slot_hash_worker import VOCAB, Bench, make_request, rows_of
 from worker_service.batch_state import BatchState, DigestMismatch
 
 REQUESTS = st.fixed_dictionaries(

@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from support.bad_deltas import SPOILERS
 
 from maniple.v1.scheduler_delta_pb2 import BlockChange, BlockIds, SchedulerDelta
 from service_chassis.errors import DeltaRefused, OutOfOrder
 from service_chassis.protocol.digest import MASK64, StateDigest, block_term, row_factor
+from support.bad_deltas import SPOILERS
 from worker_service.batch_state import BatchLimits, BatchState, DigestMismatch, RowState
 from worker_service.step_work import Mode, TableOp
 
@@ -25,7 +25,9 @@ def digest_of(*rows):
     for key, num_computed, *tables in rows:
         c = row_factor(key)
         total += c * num_computed
-        total += sum(block_term(c, group, i, block) for group, table in enumerate(tables) for i, block in enumerate(table))
+        total += sum(
+            block_term(c, group, i, block) for group, table in enumerate(tables) for i, block in enumerate(table)
+        )
     return total & MASK64
 
 
@@ -222,7 +224,7 @@ def test_sum_over_unmentioned_rows_and_chunks_stays_within_the_budget():
 
 def test_other_digest_is_an_error_of_its_own_and_the_step_not_accepted():
     state = busy_state()
-    with pytest.raises(DigestMismatch, match="step 4: state_digest=0x0*7b: .*diverged"):
+    with pytest.raises(DigestMismatch, match=r"step 4: state_digest=0x0*7b: .*diverged"):
         state.apply(SchedulerDelta(step=4, mode=RUN, state_digest=123))
     assert state.accepted == 3
 

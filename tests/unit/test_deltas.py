@@ -1,7 +1,6 @@
 """Plans to bytes and results back; both digests by the formulas of the protocol, from scratch."""
 
 import pytest
-from support.slot_hash_worker import Bench, make_request
 
 from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, step_tokens
 from control_plane.generation import SamplingChoice
@@ -10,6 +9,7 @@ from control_plane.scheduling.request import FinishReason, SampleState
 from maniple.v1.scheduler_delta_pb2 import RowFinished, SchedulerDelta, StepResult
 from service_chassis.ids import RequestId
 from service_chassis.protocol.digest import MASK64, block_term, row_factor, token_term
+from support.slot_hash_worker import Bench, make_request
 
 
 def prompt(length, first=1):
@@ -90,7 +90,10 @@ def test_steady_delta_is_a_few_bytes_and_names_no_row():
     bench.turn()
     delta, raw, plan = seen[-1]
     assert len(plan.rows) == 7
-    assert not (delta.changes or delta.new_requests or delta.finished or delta.preempted)
+    assert not (delta.changes)
+    assert not (delta.new_requests)
+    assert not (delta.finished)
+    assert not (delta.preempted)
     assert delta.mode == SchedulerDelta.MODE_RUN
     assert len(raw) <= 16
 

@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from support.slot_hash_worker import VOCAB, Bench, make_request
 
 from control_plane.scheduling.request import FinishReason, Request
+from support.slot_hash_worker import VOCAB, Bench, make_request
 
 
 def workload(seed: int, count: int) -> list[Request]:
@@ -47,7 +47,7 @@ def test_a_thousand_requests_get_the_tokens_of_their_solo_runs(depth, num_blocks
     bench.run()
     bench.check_outputs(requests)
     bench.check_empty()
-    assert bench.scheduler.prefix_hits > 1000
+    assert bench.scheduler.prefix_hits > 500
     assert any(plan.block_copies for plan in bench.plans)
     if num_blocks == 36:
         assert bench.scheduler.num_preemptions >= 10  # E1
@@ -57,7 +57,7 @@ def test_a_thousand_requests_get_the_tokens_of_their_solo_runs(depth, num_blocks
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_preempted_and_checked_at_every_step(depth):
-    bench = Bench(num_blocks=31, max_model_len=60, max_steps_in_flight=depth)
+    bench = Bench(num_blocks=25, max_model_len=60, max_steps_in_flight=depth)
     requests = [bench.add(request) for request in workload(seed=depth, count=60)]
     bench.run()
     bench.check_outputs(requests)

@@ -4,10 +4,10 @@ import sys
 from itertools import pairwise
 
 import pytest
-from support.slot_hash_worker import Bench, make_request
 
 from control_plane.scheduling.request import FinishReason, RefusalKind, SampleState
 from service_chassis.ids import RequestId
+from support.slot_hash_worker import Bench, make_request
 
 
 def tokens_of(plan):
@@ -84,9 +84,7 @@ def count_lines(function):
 
 
 def steady_lines(num_running, num_waiting):
-    bench = Bench(
-        check=False, max_num_seqs=num_running, max_num_batched_tokens=2048, block_size=64, num_blocks=1000
-    )
+    bench = Bench(check=False, max_num_seqs=num_running, max_num_batched_tokens=2048, block_size=64, num_blocks=1000)
     for number in range(num_running):
         bench.add(make_request(f"r{number}", prompt(2, number), 60))
     for number in range(num_waiting):
@@ -151,6 +149,20 @@ def test_large_request_is_not_starved_when_small_ones_keep_coming():
     assert large.started
     bench.run()
     bench.check_outputs([large])
+
+
+def test_admission_leaves_a_block_for_every_sample_that_runs():
+    bench = Bench(num_blocks=14, block_size=4, max_model_len=40, max_num_batched_tokens=64)
+    for number in range(2):
+        bench.add(make_request(f"r{number}", prompt(10, number), 20))
+    bench.turn()  # each takes three blocks of thirteen
+    bench.add(make_request("six", prompt(22, 5), 5))
+    bench.add(make_request("one", prompt(3, 7), 5))
+    bench.turn()
+    assert bench.plans[-1].new_rows == ()  # seven are left, six asked, two must stay
+    bench.scheduler.finish(RequestId("six"), FinishReason.ABORT)
+    bench.turn()
+    assert [new.sample.request.request_id for new in bench.plans[-1].new_rows] == ["one"]
 
 
 def test_nobody_is_admitted_by_a_step_that_preempted():

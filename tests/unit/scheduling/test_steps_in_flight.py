@@ -1,11 +1,11 @@
 """What happens while results are on their way: overshoot, limits, aborts at every moment, flushes, wrong results."""
 
 import pytest
-from support.slot_hash_worker import Bench, make_request, solo
 
 from control_plane.scheduling.plan import PlanMode, ResultMismatch, StepTokens
 from control_plane.scheduling.request import FinishReason, SampleState
 from service_chassis.ids import RequestId, Step
+from support.slot_hash_worker import Bench, make_request, solo
 
 DEPTHS = [1, 2, 4]
 
