@@ -149,6 +149,9 @@ class ControlPlaneConfig:
     device: str = setting("auto", topic=GROUP, read=read_text, rule=one_of("auto", "cpu", "cuda"))
     """What computes: cpu, cuda, auto. auto: cuda where an NVIDIA driver is present."""
 
+    num_threads: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0), metavar="THREADS")
+    """Threads of one worker's forward pass on a CPU. 0: all cores that the process may use."""
+
     heartbeat_timeout_s: float = setting(5.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
     """A worker not heard for so long on one of its connections is lost. Well above the pauses of a busy host."""
 

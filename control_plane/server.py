@@ -260,6 +260,7 @@ def build_group(config: ControlPlaneConfig, model_path: str, owner_address: str)
     """Return the group that the configuration asks for, not yet formed."""
     settings = WorkerSettings(
         device=config.device,
+        num_threads=config.num_threads,
         report_interval_s=config.report_interval_s,
         idle_report_interval_s=config.idle_report_interval_s,
         log_level=config.log_level,

@@ -28,7 +28,8 @@ def scripted(**options: Any) -> str:
 @asynccontextmanager
 async def running_engine(model: str = "scripted", **config: Any) -> AsyncIterator[Engine]:
     """Form a group, run an engine on it, and check the books when the block ends."""
-    config = {"executor": "uni", "device": "cpu", "log_level": "warning", **config}
+    # One thread: tests run side by side, and threads of one step that wait for each other crawl on shared cores.
+    config = {"executor": "uni", "device": "cpu", "num_threads": 1, **config}
     resolved = resolve_auto(ControlPlaneConfig(model=model, **config), has_gpu=False, on_terminal=False)
     group = build_group(resolved, model, "")
     facts = await group.form()
