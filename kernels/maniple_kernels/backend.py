@@ -23,6 +23,9 @@ def has_cpu_kernels() -> bool:
     """
     try:
         numba = importlib.import_module("numba")
+        # Needs the system's OpenMP library. numba's own "workqueue" is no way out: it ends the process when two threads
+        # use it at once.
+        importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
         return False
     root = Path(os.environ.get("MANIPLE_CACHE") or "~/.cache/maniple").expanduser()
@@ -30,7 +33,6 @@ def has_cpu_kernels() -> bool:
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     numba.config.CACHE_DIR = str(root / "numba" / digest.hexdigest()[:16])
-    # OpenMP, as torch: numba's own "workqueue" ends the process when two threads use it at once.
     numba.config.THREADING_LAYER = "omp"
     return True
 

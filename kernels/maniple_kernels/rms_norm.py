@@ -1,6 +1,7 @@
 """Root mean square norm, with the residual addition before it fused: ``y = x / sqrt(mean(x ** 2) + eps) * weight``.
 
-Computed in float32, rounded once to the type of x. Source: Zhang and Sennrich 2019.
+Computed in float32, rounded once. The residual stream is float32 whatever the weights are: it is small, and a
+bfloat16 stream loses more than all products do. Source: Zhang and Sennrich 2019.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from maniple_kernels.backend import fits_cpu_kernels
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize the last dimension."""
+    """Normalize the last dimension; the result has the type of ``weight``."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(weight.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -23,14 +24,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     Args:
         x: [num_tokens, size], contiguous.
-        weight: [size], of the same type.
+        weight: [size].
         eps: added to the mean of the squares.
-        residual: as x; becomes x + residual, and that is normalized.
+        residual: as x, float32; becomes x + residual, and that is normalized.
     Returns:
-        [num_tokens, size], a new tensor.
+        [num_tokens, size] of the type of ``weight``, a new tensor.
     """
     rows, size = x.shape
-    if not fits_cpu_kernels(x, size):
+    if not (fits_cpu_kernels(x, size) and fits_cpu_kernels(weight)):
         if residual is not None:
             residual += x
             x = residual
@@ -40,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     from maniple_kernels.cpu.threads import use_threads
 
     use_threads(4 * rows * size)
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=weight.dtype)
     if residual is None:
         normalize_rows(flat(x), rows, size, flat(weight), np.float32(eps), flat(out))
     else:

@@ -1,0 +1,178 @@
+"""Read a safetensors checkpoint straight into the model's final tensors.
+
+Files are read one after the other and tensor by tensor, into the memory where the weights stay: nothing is mapped and
+at most one tensor lies beside the model. Headers of all files are checked before the first byte of weights is read, so
+that a missing, cut or foreign file is named, with the tensor, within milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from service_chassis.errors import InvalidParameter
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor of the checkpoint goes.
+
+    ``target`` is what this rank keeps: with several ranks the part ``rank`` of the tensor, cut along ``split_dim``.
+    """
+
+    target: Tensor
+    split_dim: int | None = None
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def full_shape(self) -> list[int]:
+        """The tensor's shape in the checkpoint."""
+        shape = list(self.target.shape)
+        if self.split_dim is not None:
+            shape[self.split_dim] *= self.world_size
+        return shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor of a file, as its header describes it."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: list[int]
+    start: int  # in the file
+    num_bytes: int
+
+
+def load_checkpoint(
+    directory: Path,
+    slots: Mapping[str, Slot],
+    *,
+    ignored: Callable[[str], bool],
+    progress: Callable[[float, str], None],
+) -> None:
+    """Fill every slot from the checkpoint in ``directory``.
+
+    Args:
+        directory: holds ``model.safetensors``, or an index and the files it names.
+        slots: checkpoint name -> where it goes.
+        ignored: says whether a tensor of the checkpoint that has no slot may be left out.
+        progress: is told the share that is done, and what comes next.
+
+    Raises:
+        InvalidParameter: names the file and the tensor that is missing, cut, of a wrong shape or type, or unknown.
+    """
+    entries: dict[str, _Entry] = {}
+    for path in _files(directory):
+        entries.update(_read_header(path))
+    for name, entry in entries.items():
+        if name not in slots and not ignored(name):
+            _refuse(entry.path, name, "must be a tensor of this architecture")
+    for name, slot in slots.items():
+        if name not in entries:
+            _refuse(directory, name, "must be in the checkpoint")
+        if entries[name].shape != slot.full_shape:
+            _refuse(entries[name].path, name, f"must have shape {slot.full_shape}, not {entries[name].shape}")
+    total = sum(entries[name].num_bytes for name in slots)
+    done = 0
+    by_file: dict[Path, list[str]] = {}
+    for name in slots:
+        by_file.setdefault(entries[name].path, []).append(name)
+    for path, names in by_file.items():
+        with path.open("rb") as file:
+            for name in sorted(names, key=lambda name: entries[name].start):
+                progress(done / max(1, total), f"{path.name}: {name}")
+                _fill(file, name, entries[name], slots[name])
+                done += entries[name].num_bytes
+
+
+def _refuse(path: Path, tensor: str, rule: str) -> None:
+    raise InvalidParameter("checkpoint", str(path), f"tensor {tensor} {rule}")
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / INDEX_FILE
+    if not index.exists():
+        single = directory / SINGLE_FILE
+        if not single.exists():
+            raise InvalidParameter("checkpoint", str(directory), f"must hold {SINGLE_FILE} or {INDEX_FILE}")
+        return [single]
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = {name: str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidParameter("checkpoint", str(index), f"must be JSON with a weight_map ({error!r})") from None
+    for tensor, file in names.items():
+        if not (directory / file).exists():
+            _refuse(directory / file, tensor, "is said to be in this file, which does not exist")
+    return [directory / file for file in sorted(set(names.values()))]
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """Return what the file holds, after a check that it is all there."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+            raise InvalidParameter("checkpoint", str(path), f"must be safetensors; a header of {length} bytes?")
+        try:
+            header = json.loads(file.read(length))
+            entries = {name: _entry(path, 8 + length, one) for name, one in header.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidParameter("checkpoint", str(path), f"must be safetensors; bad header ({error!r})") from None
+    for name, entry in entries.items():
+        if entry.start + entry.num_bytes > size:
+            _refuse(path, name, f"ends at byte {entry.start + entry.num_bytes}, the file at {size}: it was cut")
+        if entry.num_bytes != math.prod(entry.shape) * entry.dtype.itemsize:
+            _refuse(path, name, f"has {entry.num_bytes} bytes, which does not fit shape {entry.shape}")
+    return entries
+
+
+def _entry(path: Path, data_start: int, described: Mapping[str, Any]) -> _Entry:
+    begin, end = described["data_offsets"]
+    if not 0 <= begin <= end:
+        raise ValueError(f"data_offsets {begin}, {end}")
+    shape = [int(size) for size in described["shape"]]
+    # Integers and 8-bit floats belong to quantized checkpoints; they come up as tensors without a slot.
+    dtype = _DTYPES.get(described["dtype"], torch.uint8)
+    if dtype is torch.uint8:
+        shape = [end - begin]
+    return _Entry(path, dtype, shape, data_start + begin, end - begin)
+
+
+def _fill(file: BinaryIO, name: str, entry: _Entry, slot: Slot) -> None:
+    target = slot.target
+    file.seek(entry.start)
+    direct = target.is_contiguous() and target.dtype is entry.dtype and target.device.type == "cpu"
+    if direct and slot.split_dim is None:
+        _read_into(file, name, entry, target)
+        return
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    _read_into(file, name, entry, whole)
+    if slot.split_dim is not None:
+        size = target.shape[slot.split_dim]
+        whole = whole.narrow(slot.split_dim, slot.rank * size, size)
+    target.copy_(whole)
+
+
+def _read_into(file: BinaryIO, name: str, entry: _Entry, target: Tensor) -> None:
+    buffer = memoryview(target.view(torch.uint8).reshape(-1).numpy().data)
+    read = 0
+    while read < len(buffer):
+        count = file.readinto(buffer[read:])  # type: ignore[attr-defined]
+        if not count:
+            _refuse(entry.path, name, f"could be read to byte {read} of {entry.num_bytes}: the file was cut meanwhile")
+        read += count

@@ -1,0 +1,160 @@
+"""The Llama family: Llama, SmolLM, Mistral, Qwen2, Qwen3.
+
+One decoder with switches for what differs: biases, norms of queries and keys, windows. Activations are
+[num_tokens, size], all requests of a step side by side; what belongs to whom is in the attention plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from maniple_kernels.kv_store import store_kv
+from maniple_kernels.paged_attention import AttentionPlan, attention_scale, paged_attention
+from maniple_kernels.rms_norm import rms_norm, rms_norm_heads_
+from maniple_kernels.rotary import rotate_
+from maniple_kernels.silu_mul import silu_mul
+from worker_service.models.checkpoint import Slot
+from worker_service.models.config import LlamaConfig
+from worker_service.models.layers import FusedLinear, Placement, RowLinear, VocabLinear
+from worker_service.models.rope import cosines_and_sines
+
+KvLayer = tuple[Tensor, Tensor]  # key cache, value cache
+
+
+class Attention:
+    """Self-attention over the paged cache."""
+
+    def __init__(self, config: LlamaConfig, placement: Placement, window: int) -> None:
+        self.num_heads = placement.share(config.num_heads, "attention heads")
+        self.num_kv_heads = placement.share(config.num_kv_heads, "KV heads")
+        self.head_dim = config.head_dim
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv = FusedLinear(placement, config.hidden_size, parts, bias=config.qkv_bias)
+        self.output = RowLinear(placement, query_size, config.hidden_size, bias=config.output_bias)
+        self.q_norm = placement.empty(config.head_dim) if config.qk_norm else None
+        self.k_norm = placement.empty(config.head_dim) if config.qk_norm else None
+        self._eps = config.rms_norm_eps
+        self._scale = attention_scale(config.head_dim)
+        self._window = window
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        result = self.qkv.slots(f"{prefix}self_attn.") | self.output.slots(f"{prefix}self_attn.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            result[f"{prefix}self_attn.q_norm.weight"] = Slot(self.q_norm)
+            result[f"{prefix}self_attn.k_norm.weight"] = Slot(self.k_norm)
+        return result
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, kv: KvLayer, plan: AttentionPlan
+    ) -> Tensor:
+        heads = self.qkv(x).view(len(x), -1, self.head_dim)
+        num_rotated = self.num_heads + self.num_kv_heads
+        query, key, value = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            rms_norm_heads_(query, self.q_norm, self._eps)
+            rms_norm_heads_(key, self.k_norm, self._eps)
+        rotate_(heads[:, :num_rotated], cos_sin, positions)
+        store_kv(key, value, slots, *kv)
+        attended = paged_attention(query, *kv, plan, self._scale, self._window)
+        return self.output(attended.view(len(x), -1))
+
+
+class DecoderLayer:
+    """Attention and a gated MLP, each behind a norm and beside a residual stream."""
+
+    def __init__(self, config: LlamaConfig, placement: Placement, window: int) -> None:
+        size, inner = config.hidden_size, config.intermediate_size
+        self.attention = Attention(config, placement, window)
+        self.gate_up = FusedLinear(placement, size, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias)
+        self.down = RowLinear(placement, inner, size, bias=config.mlp_bias)
+        self.attention_norm = placement.empty(size)
+        self.mlp_norm = placement.empty(size)
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        norms = {"input_layernorm": self.attention_norm, "post_attention_layernorm": self.mlp_norm}
+        return (
+            self.attention.slots(prefix)
+            | self.gate_up.slots(f"{prefix}mlp.")
+            | self.down.slots(f"{prefix}mlp.down_proj")
+            | {f"{prefix}{name}.weight": Slot(weight) for name, weight in norms.items()}
+        )
+
+
+class LlamaModel:
+    """Embedding, decoder layers, final norm and the projection to logits, on one rank."""
+
+    def __init__(self, config: LlamaConfig, placement: Placement, max_model_len: int) -> None:
+        """Allocate the weights; their contents are undefined until ``slots`` were filled and ``pack`` was called."""
+        self.config = config
+        self._placement = placement
+        self._eps = config.rms_norm_eps
+        vocabulary = placement.share(config.vocab_size, "vocabulary")
+        self.embedding = placement.empty(vocabulary, config.hidden_size)
+        self.layers = [DecoderLayer(config, placement, window) for window in config.windows]
+        self.norm = placement.empty(config.hidden_size)
+        tied = self.embedding if config.tie_word_embeddings else None
+        self.head = VocabLinear(placement, config.hidden_size, config.vocab_size, tied_to=tied)
+        self._cos_sin = cosines_and_sines(config.rope, max_model_len).to(placement.device)
+
+    def slots(self) -> dict[str, Slot]:
+        """Return where each tensor of a checkpoint goes."""
+        embedding = self._placement.part(self.embedding, 0)
+        result = {"model.embed_tokens.weight": embedding, "model.norm.weight": Slot(self.norm)}
+        for index, layer in enumerate(self.layers):
+            result |= layer.slots(f"model.layers.{index}.")
+        return result | self.head.slots("lm_head")
+
+    def ignores(self, name: str) -> bool:
+        """Say whether a tensor of a checkpoint has no meaning here: old buffers, and a copy of the tied embedding."""
+        return name.endswith("rotary_emb.inv_freq") or (self.config.tie_word_embeddings and name == "lm_head.weight")
+
+    def pack(self) -> None:
+        """Bring weights into the form they are computed in. Once, after loading."""
+        for layer in self.layers:
+            for linear in (layer.attention.qkv, layer.attention.output, layer.gate_up, layer.down):
+                linear.pack()
+        self.head.pack()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on this rank, as they are kept."""
+        total = self.head.num_bytes + sum(t.numel() * t.element_size() for t in (self.embedding, self.norm))
+        for layer in self.layers:
+            linears = (layer.attention.qkv, layer.attention.output, layer.gate_up, layer.down)
+            norms = (layer.attention_norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)
+            total += sum(linear.num_bytes for linear in linears)
+            total += sum(norm.numel() * norm.element_size() for norm in norms if norm is not None)
+        return total
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], plan: AttentionPlan
+    ) -> Tensor:
+        """Compute the hidden states of a step's tokens, and write their keys and values into the cache.
+
+        Args:
+            input_ids: [num_tokens] int32.
+            positions: [num_tokens] int64.
+            slots: [num_tokens] int64, where each token's keys and values go.
+            kv: the caches of each layer.
+            plan: of this step.
+        Returns:
+            [num_tokens, hidden_size] float32, the residual stream; ``logits`` does the rest for tokens that need it.
+        """
+        residual = functional.embedding(input_ids, self.embedding).float()
+        x = rms_norm(residual, self.layers[0].attention_norm, self._eps)
+        for index, layer in enumerate(self.layers):
+            x = layer.attention(x, positions, slots, self._cos_sin, kv[index], plan)
+            x = rms_norm(x, layer.mlp_norm, self._eps, residual)
+            x = layer.down(silu_mul(layer.gate_up(x)))
+            if index + 1 < len(self.layers):
+                x = rms_norm(x, self.layers[index + 1].attention_norm, self._eps, residual)
+        return residual.add_(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [num_rows, vocab_size] float32 scores of the residual streams ``hidden``."""
+        return self.head.scores(rms_norm(hidden, self.norm, self._eps))

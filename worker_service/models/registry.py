@@ -1,0 +1,89 @@
+"""Find the model of a directory and load it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from maniple_kernels.backend import fits_cpu_kernels
+from maniple_kernels.paged_attention import AttentionPlan
+from service_chassis.errors import InvalidParameter
+from worker_service.models.checkpoint import load_checkpoint
+from worker_service.models.config import LlamaConfig, load_config
+from worker_service.models.layers import Placement
+from worker_service.models.llama import KvLayer, LlamaModel
+from worker_service.platforms.base import Platform
+from worker_service.runner import LoadOptions
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Model(Protocol):
+    """What the runner calls."""
+
+    config: LlamaConfig
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], plan: AttentionPlan
+    ) -> Tensor:
+        """Return [num_tokens, hidden_size]; keys and values of the tokens are in the cache afterwards."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [num_rows, vocab_size] float32."""
+
+
+def load_model(
+    options: LoadOptions, platform: Platform, rank: int, world_size: int, progress: Callable[[float, str], None]
+) -> tuple[Model, torch.dtype, int]:
+    """Read a model directory.
+
+    Returns:
+        The model, the type of its weights, and the longest context that will be served.
+
+    Raises:
+        InvalidParameter: what was asked cannot be served; the message names everything that is wrong with the
+            configuration, or the file and tensor of the checkpoint.
+    """
+    directory = Path(options.model)
+    if not directory.is_dir():
+        raise InvalidParameter("model", options.model, "must be a directory")
+    config = load_config(directory)
+    name = config.dtype if options.dtype == "auto" else options.dtype
+    if name not in DTYPES:
+        raise InvalidParameter("dtype", name, f"must be auto or one of {', '.join(DTYPES)}")
+    if options.max_model_len > config.max_position:
+        rule = f"must be at most the model's {config.max_position}"
+        raise InvalidParameter("max_model_len", options.max_model_len, rule)
+    _check_shares(config, world_size)
+    placement = Placement(platform.device, DTYPES[name], rank, world_size, options.batch_invariant)
+    if options.batch_invariant:
+        _check_invariant(config, placement, options.block_size)
+    max_model_len = options.max_model_len or config.max_position
+    model = LlamaModel(config, placement, max_model_len)
+    load_checkpoint(directory, model.slots(), ignored=model.ignores, progress=progress)
+    model.pack()
+    return model, placement.dtype, max_model_len
+
+
+def _check_shares(config: LlamaConfig, world_size: int) -> None:
+    for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, name) % world_size:
+            rule = f"must divide the model's {name} ({getattr(config, name)})"
+            raise InvalidParameter("tensor_parallel_size", world_size, rule)
+
+
+def _check_invariant(config: LlamaConfig, placement: Placement, block_size: int) -> None:
+    sizes = (config.hidden_size, config.intermediate_size, config.head_dim // 2, block_size)
+    if not fits_cpu_kernels(placement.empty(0), *sizes):
+        rule = (
+            "needs the CPU, numba, float32 or bfloat16, and multiples of 16 as hidden size, intermediate size, half of "
+            f"the head dimension, and block size; these are {', '.join(map(str, sizes))}"
+        )
+        raise InvalidParameter("batch_invariant", True, rule)

@@ -1,0 +1,15 @@
+"""Tell OpenMP's threads to sleep while they wait. Imports nothing heavy: it must run before torch is imported."""
+
+from __future__ import annotations
+
+import os
+
+
+def let_waiting_threads_sleep() -> None:
+    """Set OpenMP's wait policy, unless the environment has one.
+
+    By default a thread that has nothing to do spins, and so takes the core from the thread that it waits for as soon as
+    anybody else computes on the machine. One decode step of the demo model on two cores with two other busy processes:
+    1 460 ms spinning, 17 ms sleeping. On an idle machine the two are level.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
