@@ -127,6 +127,9 @@ class Engine:
         if request_id in self._live or self._ids.is_recent(request_id, now):
             raise DuplicateRequest(f"request_id={request_id!r}: is running, or finished less than a minute ago")
         sampling = generation.sampling
+        if not self.limits.full_sampling and (beyond := sampling.beyond_plain()) is not None:
+            rule = "the scripted model without torch serves greedy, seeded and forced output"
+            raise InvalidParameter(*beyond, rule)
         request = scheduled.Request(
             request_id=request_id,
             prompt_token_ids=generation.prompt_token_ids,

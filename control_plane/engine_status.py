@@ -23,6 +23,7 @@ class EngineLimits:
     block_size: int
     num_blocks: int  # the null block included
     max_num_waiting: int
+    full_sampling: bool = True  # False: greedy and seeded draws alone (the scripted model without torch)
     dtype: str = ""  # of the weights, as the workers loaded them
 
 

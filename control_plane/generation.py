@@ -7,6 +7,9 @@ from enum import Enum
 
 from service_chassis.ids import RequestId
 
+# Below this temperature the highest score wins.
+GREEDY_BELOW = 1e-5
+
 
 class FinishReason(Enum):
     """Why a sample ended well. Anything else ends the request with an error."""
@@ -42,6 +45,16 @@ class SamplingChoice:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     logprobs_mode: int = 0
+
+    def beyond_plain(self) -> tuple[str, object] | None:
+        """Return the first parameter, with its value, that asks for more than greedy or seeded draws; None if none."""
+        plain = SamplingChoice()
+        filters = () if self.temperature < GREEDY_BELOW else ("top_p", "top_k", "min_p")
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in (*filters, *penalties, "logit_bias", "allowed_token_ids", "bad_words"):
+            if getattr(self, name) != getattr(plain, name):
+                return name, getattr(self, name)
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

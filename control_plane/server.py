@@ -7,6 +7,7 @@ import os
 import random
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -43,7 +44,9 @@ from control_plane.text.tokenizer import Tokenizer
 from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from service_chassis.ids import Rank
+from service_chassis.protocol.version import FEATURE_FULL_SAMPLING
 from service_chassis.reflection import add_reflection
+from service_chassis.scripted import parse_scripted
 from service_chassis.server import bind, make_server
 from service_chassis.telemetry import get_logger
 
@@ -95,6 +98,7 @@ class ControlPlane:
         self._group: WorkerGroup | None = None
         self._engine: Engine | None = None
         self._loop: asyncio.Task[None] | None = None  # the engine's
+        self._stopping = threading.Event()  # read by the thread that fetches a model
         self._lost = asyncio.Event()
         self._loss = ""
 
@@ -108,6 +112,7 @@ class ControlPlane:
             await self._open_doors(place, text)
             facts = await _unless_stopped(self._form(place), signals)
         except _Interrupted:
+            self._stopping.set()
             return exit_codes.INTERRUPTED if signals.first is signal.SIGINT else exit_codes.OK
         except GroupNotFormed as error:
             log.error("group.not_formed", reason=error.loss.reason)
@@ -148,6 +153,8 @@ class ControlPlane:
     # Starting
 
     def _model_progress(self, what: str, share: float, detail: str) -> None:
+        if self._stopping.is_set():  # ends the program that fetches or converts
+            raise _Interrupted
         self._seat.report(f"{what} {share:.0%}")
         self._announce(StageProgress(what, Rank(0), share, detail))
 
@@ -289,6 +296,7 @@ def build_engine(config: ControlPlaneConfig, group: WorkerGroup, facts: GroupFac
         enable_prefix_caching=config.enable_prefix_caching,
         first_step=facts.first_step,
     )
+    scripted = parse_scripted(config.model)
     limits = EngineLimits(
         max_model_len=facts.max_model_len,
         vocab_size=facts.model.vocab_size,
@@ -297,6 +305,7 @@ def build_engine(config: ControlPlaneConfig, group: WorkerGroup, facts: GroupFac
         block_size=facts.block_size,
         num_blocks=facts.num_blocks,
         max_num_waiting=config.max_num_waiting,
+        full_sampling=FEATURE_FULL_SAMPLING in facts.features and (scripted is None or scripted.sampler != "numpy"),
         dtype=facts.model.dtype,
     )
     return Engine(

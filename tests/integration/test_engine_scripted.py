@@ -258,3 +258,11 @@ async def test_what_is_left_is_aborted_when_a_drain_is_over_its_time() -> None:
         assert await engine.drain(0.2) == 1
         assert (await collect(short)).finished[0].reason is FinishReason.LENGTH
         assert (await collect(long)).finished[0].reason is FinishReason.ABORT
+
+
+async def test_what_needs_the_full_sampler_is_refused_when_there_is_none_and_the_next_works() -> None:
+    async with running_engine(scripted(sampler="numpy")) as engine:
+        with pytest.raises(InvalidParameter, match="top_k=5: the scripted model without torch serves greedy, seeded"):
+            await engine.generate(generation("filtered", [1], temperature=1.0, top_k=5))
+        seeded = generation("seeded", [1], temperature=1.0, seed=3)
+        assert len((await collect(await engine.generate(seeded))).token_ids[0]) == 8
