@@ -246,9 +246,9 @@ def test_large_area_never_gives_a_byte_twice_and_fits_whatever_is_alone(data: st
         length = data.draw(st.integers(1, 50))
         start = area.place(length)
         if start is None:
-            assert taken
-            free = 50 - sum(map(len, taken))
-            assert length > free // 2, "at most one gap at each end of what is taken"
+            used = set().union(*taken)
+            for tried in (range(taken[-1].stop, taken[-1].stop + length), range(length)):
+                assert tried.stop > 50 or used & set(tried), f"{tried} was free, behind the newest or at the start"
             continue
         area.take(position, start, length)
         mine = range(start, start + length)
