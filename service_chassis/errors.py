@@ -1,7 +1,7 @@
 """Say why a call failed: one table for both services, one class a row.
 
-Raise a class from here; the interceptors turn it into a gRPC status with google.rpc details, and streams into an in-band
-``StreamError``. Any other exception becomes INTERNAL with an incident id: its text never reaches a client.
+Raise a class from here; the interceptors turn it into a gRPC status with google.rpc details, and streams into an
+in-band ``StreamError``. Any other exception becomes INTERNAL with an incident id: its text never reaches a client.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping
 
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from maniple.v1 import errors_pb2
@@ -70,7 +71,7 @@ class ManipleError(Exception):
         return []
 
 
-def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo | error_details_pb2.BadRequest) -> any_pb2.Any:
+def _pack(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

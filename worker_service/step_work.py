@@ -91,8 +91,8 @@ class FinishedRow:
 class StepWork:
     """One step, ready for the device thread, which applies it in the order of the fields and then computes.
 
-    ``rows``, ``num_computed_tokens`` and ``num_scheduled_tokens`` run in parallel and name the rows that compute in this
-    step: row ``rows[i]`` computes positions ``[num_computed_tokens[i], num_computed_tokens[i] +
+    ``rows``, ``num_computed_tokens`` and ``num_scheduled_tokens`` run in parallel and name the rows that compute in
+    this step: row ``rows[i]`` computes positions ``[num_computed_tokens[i], num_computed_tokens[i] +
     num_scheduled_tokens[i])``. ``samples[i]`` says whether it samples one token at the end of that.
     Immutable; arrays may be shared between steps and are never written.
     """

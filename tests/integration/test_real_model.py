@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 import pytest
+
+from control_plane.generation import Generation
 from support.demo_model import demo_directory
 from support.engine_harness import Collected, collect, generation, running_engine
 from support.greedy_rule import assert_greedy
-
-from control_plane.generation import Generation
 
 # Small on purpose: prompts are longer than the token budget, and twelve rows want more blocks than there are.
 SMALL = {
