@@ -1,8 +1,9 @@
 """Fingerprint a batch state (PROTOCOL B7), so that a diverged rank is seen before it launches a step.
 
 ``state_digest = sum over rows of c * n + sum over its blocks of h(c, kv_group, index, block)``, modulo 2**64,
-with ``c = mix(row_key) | 1``, ``h = mix(c ^ mix(kv_group << 58 | index << 32 | block))`` and n the computed tokens of the row,
-those scheduled by the delta included. Linear in n, so that a steady step of any number of decodes adds one kept number.
+with ``c = mix(row_key) | 1``, ``h = mix(c ^ mix(kv_group << 58 | index << 32 | block))`` and n the computed tokens of
+the row, those scheduled by the delta included. Linear in n, so that a steady step of any number of decodes adds one
+kept number.
 
 ``token_digest = sum over known tokens of mix(c ^ mix(position << 32 | id))``.
 """

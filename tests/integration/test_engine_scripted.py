@@ -17,19 +17,20 @@ from control_plane.generation import Chunk, FinishReason, Generation
 from service_chassis.errors import Cancelled, DeadlineExceeded, DuplicateRequest, InvalidParameter, QueueFull
 from service_chassis.ids import RequestId
 from support.engine_harness import END, Collected, collect, generation, running_engine, scripted
+from support.waiting import until
 
 TINY = {"block_size": 4, "num_kv_blocks": 24, "max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": 64}
 
 
 async def settled(engine: Engine) -> None:
     """Wait until nothing runs and every end was told to the workers."""
-    async with asyncio.timeout(2):
-        while True:
-            status = engine.status()
-            free = status.num_free_blocks + status.num_cached_blocks
-            if not status.num_running and not status.num_waiting and free == engine.limits.num_blocks - 1:
-                return
-            await asyncio.sleep(0.005)
+
+    def is_settled() -> bool:
+        status = engine.status()
+        free = status.num_free_blocks + status.num_cached_blocks
+        return not status.num_running and not status.num_waiting and free == engine.limits.num_blocks - 1
+
+    await until(is_settled, "no row and no block in use", timeout_s=2.0)
 
 
 async def solo(requests: Sequence[Generation], **config: object) -> dict[str, Collected]:
@@ -176,9 +177,7 @@ async def test_the_second_gets_its_solo_tokens_when_its_twin_is_aborted_mid_pref
     async with running_engine(scripted(step_time_s=0.003), **small) as engine:
         first = await engine.generate(generation("first", prompt, max_tokens=9))
         second = await engine.generate(twin)
-        async with asyncio.timeout(2):
-            while engine.status().step < 2:
-                await asyncio.sleep(0.001)  # the engine tells nobody of its steps
+        await until(lambda: engine.status().step >= 2, "the second step")
         first.cancel()
         assert (await collect(second)).token_ids == expected
 
