@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import secrets
 import signal
 import threading
 import time
@@ -21,32 +20,23 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from control_plane import exit_codes
 from control_plane.announcement import Announcement, Ready, StageProgress, Stopping
+from control_plane.assembly import build_engine, build_group
 from control_plane.config import ControlPlaneConfig
 from control_plane.doors import admin, health, inference, vllm_engine
 from control_plane.doors.converters import draw_seed
 from control_plane.doors.engine_seat import EngineSeat
 from control_plane.doors.served_model import ServedModel
 from control_plane.engine import Engine
-from control_plane.engine_status import EngineLimits
-from control_plane.executors.base import Executor
-from control_plane.executors.multiproc import MultiprocExecutor
-from control_plane.executors.selection import UNI
-from control_plane.executors.uniproc import UniprocExecutor
-from control_plane.executors.worker_settings import WorkerSettings
 from control_plane.group.loss import GroupNotFormed, LossReason
-from control_plane.group.settings import GroupFacts, GroupSettings
+from control_plane.group.settings import GroupFacts
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.model_store import ModelPlace, resolve_model
-from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
 from control_plane.stop_signals import StopSignals
 from control_plane.text.model_text import ModelText, load_model_text
-from control_plane.text.tokenizer import Tokenizer
 from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from service_chassis.ids import Rank
-from service_chassis.protocol.version import FEATURE_FULL_SAMPLING
 from service_chassis.reflection import add_reflection
-from service_chassis.scripted import parse_scripted
 from service_chassis.server import bind, make_server
 from service_chassis.telemetry import get_logger
 
@@ -261,77 +251,3 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
 
 async def _outcome(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
-
-
-def build_group(config: ControlPlaneConfig, model_path: str, owner_address: str) -> WorkerGroup:
-    """Return the group that the configuration asks for, not yet formed."""
-    settings = WorkerSettings(
-        device=config.device,
-        num_threads=config.num_threads,
-        report_interval_s=config.report_interval_s,
-        idle_report_interval_s=config.idle_report_interval_s,
-        log_level=config.log_level,
-        log_format=config.log_format,
-    )
-    executor: Executor
-    if config.executor == UNI:
-        executor = UniprocExecutor(settings)
-    else:
-        executor = MultiprocExecutor(world_size=config.tensor_parallel_size, settings=settings)
-    return WorkerGroup(executor, _group_settings(config, model_path, owner_address), owner_id=secrets.token_hex(8))
-
-
-def build_engine(config: ControlPlaneConfig, group: WorkerGroup, facts: GroupFacts, tokenizer: Tokenizer) -> Engine:
-    """Return an engine with an empty batch for a group that was just formed."""
-    scheduler = Scheduler(
-        SchedulerLimits(
-            max_num_seqs=facts.max_num_seqs,
-            max_num_batched_tokens=facts.max_num_batched_tokens,
-            max_model_len=facts.max_model_len,
-            block_size=facts.block_size,
-            num_blocks=facts.num_blocks,
-            max_steps_in_flight=facts.max_steps_in_flight,
-            max_num_waiting=config.max_num_waiting,
-        ),
-        enable_prefix_caching=config.enable_prefix_caching,
-        first_step=facts.first_step,
-    )
-    scripted = parse_scripted(config.model)
-    limits = EngineLimits(
-        max_model_len=facts.max_model_len,
-        vocab_size=facts.model.vocab_size,
-        max_num_seqs=facts.max_num_seqs,
-        max_num_batched_tokens=facts.max_num_batched_tokens,
-        block_size=facts.block_size,
-        num_blocks=facts.num_blocks,
-        max_num_waiting=config.max_num_waiting,
-        full_sampling=FEATURE_FULL_SAMPLING in facts.features and (scripted is None or scripted.sampler != "numpy"),
-        dtype=facts.model.dtype,
-    )
-    return Engine(
-        scheduler=scheduler, group=group, tokenizer=tokenizer, limits=limits, model=config.served_model_name[0]
-    )
-
-
-def _group_settings(config: ControlPlaneConfig, model_path: str, owner_address: str) -> GroupSettings:
-    return GroupSettings(
-        model=model_path,
-        owner_address=owner_address,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        num_kv_blocks=config.num_kv_blocks,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        max_steps_in_flight=config.max_steps_in_flight,
-        batch_invariant=config.batch_invariant,
-        enforce_eager=config.enforce_eager,
-        report_interval_s=config.report_interval_s,
-        idle_report_interval_s=config.idle_report_interval_s,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
-        lease_s=config.lease_s,
-        step_timeout_s=config.step_timeout_s,
-        startup_timeout_s=config.startup_timeout_s,
-    )

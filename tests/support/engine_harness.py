@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from control_plane.assembly import build_engine, build_group
 from control_plane.config import ControlPlaneConfig, resolve_auto
 from control_plane.engine import Engine
 from control_plane.generation import Chunk, Done, Generation, SampleFinished, SamplingChoice, Started, TextChoice
 from control_plane.generation_stream import GenerationStream
-from control_plane.server import build_engine, build_group
 from control_plane.text.model_text import load_model_text
 from service_chassis.ids import RequestId
 
