@@ -21,6 +21,7 @@ from service_chassis.settings import (
     read_number,
     read_optional_whole,
     read_settings,
+    read_switch,
     read_text,
     read_whole,
     setting,
@@ -79,6 +80,9 @@ class WorkerConfig:
         64 << 20, topic=_TOPIC, read=read_whole, rule=at_least(1 << 20, at_most=1 << 30)
     )
     """Largest message taken. Prompts over 1 MiB do not travel in deltas, so a delta stays far below."""
+    allow_insecure_serialization: bool = setting(False, topic=_TOPIC, read=read_switch)
+    """Run functions that the owner sends pickled (collective_rpc of a callable). Off: whoever reaches the port could
+    run any code here."""
     log_level: str = setting("info", topic=_TOPIC, read=read_text, rule=one_of(*LOG_LEVELS))
     """debug, info, warning or error."""
     log_format: str = setting("auto", topic=_TOPIC, read=read_text, rule=one_of(*LOG_FORMATS))
@@ -99,7 +103,11 @@ def read_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Wor
     docs = field_docstrings(WorkerConfig)
     for name, one in settings_of(WorkerConfig).items():
         # Everything is text here: argparse would stop at the first value that it cannot convert.
-        parser.add_argument(one.flag, dest=name, help=docs[name].replace("%", "%%"))
+        text = docs[name].replace("%", "%%")
+        if one.is_switch:
+            parser.add_argument(one.flag, dest=name, nargs="?", const="true", help=text)
+        else:
+            parser.add_argument(one.flag, dest=name, help=text)
     known, unknown = parser.parse_known_args(list(arguments))
     flags = {name: text for name, text in vars(known).items() if text is not None}
     faults: list[Fault] = [(text, "", "is not a known flag") for text in unknown]

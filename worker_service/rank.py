@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -23,6 +23,7 @@ from maniple.v1 import worker_pb2
 from service_chassis.errors import Fenced, InvalidParameter, LeaseHeld, NotBuilt
 from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, MAX_PROTOCOL_VERSION, MIN_PROTOCOL_VERSION
 from service_chassis.telemetry import get_logger
+from worker_service import pickled_calls
 from worker_service.config import WorkerConfig
 from worker_service.heartbeat import Failure, Vitals, failure_of
 from worker_service.model_files import read_model_files
@@ -31,6 +32,8 @@ from worker_service.stages import Stages
 from worker_service.step_loop import StepLoop
 from worker_service.steps import Goodbye, Steps
 from worker_service.tombstones import Tombstones
+
+T = TypeVar("T")
 
 _TICK_S = 0.25
 _DRAIN_S = 0.02  # what is in the socket when a lease seems to have lapsed gets this long to be read
@@ -112,6 +115,8 @@ class Rank:
             version=importlib.metadata.version("maniple"),
             limits=self._stages.limits,
             model=self._stages.model,
+            rank=self.config.rank,
+            world_size=self.config.world_size,
         )
 
     async def join(self, request: worker_pb2.JoinRequest) -> worker_pb2.JoinResponse:
@@ -250,6 +255,17 @@ class Rank:
     ) -> AsyncIterator[worker_pb2.GetModelFilesResponse]:
         """Send small files of the loaded model's directory; unknown names are left out."""
         return read_model_files(self._stages.model_source, list(request.names))
+
+    async def call_pickled(self, request: worker_pb2.CallPickledRequest) -> worker_pb2.CallPickledResponse:
+        pickled_calls.check_allowed(self.config.allow_insecure_serialization)
+        self._check_epoch(request.epoch)
+        function = pickled_calls.load_function(request.function)
+        result = await self.on_device_thread(lambda: pickled_calls.run(function, self))
+        return worker_pb2.CallPickledResponse(result=result)
+
+    async def on_device_thread(self, function: Callable[[], T]) -> T:
+        """Call a function between steps, on the thread that owns the device."""
+        return await asyncio.wrap_future(self._step_loop.call(function))
 
     # In the protocol, not built yet
 

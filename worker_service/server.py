@@ -46,6 +46,16 @@ def watch_parent(parent_fd: int, addresses: Sequence[str]) -> None:
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
+def advertised(health_address: str, *, beside: str) -> str:
+    """Return what ``Describe`` says of the health server: only its port where both are TCP.
+
+    An owner elsewhere knows by which name it reached this host; 0.0.0.0 or a name of ours may mean nothing to it.
+    """
+    if "unix:" in (health_address[:5], beside[:5]):
+        return health_address
+    return ":" + health_address.rpartition(":")[2]
+
+
 async def run_worker(config: WorkerConfig) -> int:
     """Serve one rank until its owner, its parent or a signal ends it. Returns the exit code.
 
@@ -78,7 +88,7 @@ async def run_worker(config: WorkerConfig) -> int:
     await rank.start()
     server.add_generic_rpc_handlers((worker_service_handler(rank),))
     address = bind(server, config.listen)
-    rank.health_address = health.start(config.health_listen)
+    rank.health_address = advertised(health.start(config.health_listen), beside=address)
     await server.start()
     get_logger().info("worker.listening", address=address, health_address=rank.health_address, pid=os.getpid())
     await gone.wait()

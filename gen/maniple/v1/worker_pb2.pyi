@@ -106,6 +106,8 @@ class DescribeResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
     """New for every start of the process."""
     min_protocol_version: _builtins.int
@@ -138,6 +140,10 @@ class DescribeResponse(_message.Message):
     """cpu, cuda, scripted."""
     version: _builtins.str
     """The version of the software."""
+    rank: _builtins.int
+    """The rank this process was started as; an owner goes by this, never by the order of addresses."""
+    world_size: _builtins.int
+    """Ranks of the group it was started for."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Optional features it has, by name."""
@@ -172,10 +178,12 @@ class DescribeResponse(_message.Message):
         device: _builtins.str = ...,
         version: _builtins.str = ...,
         limits: Global___GroupLimits | None = ...,
+        rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "device", b"device", "epoch", b"epoch", "features", b"features", "formation_id", b"formation_id", "health_address", b"health_address", "incarnation_id", b"incarnation_id", "limits", b"limits", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_rows", b"num_rows", "num_tombstones", b"num_tombstones", "owner_address", b"owner_address", "owner_silent_for_ms", b"owner_silent_for_ms", "pid", b"pid", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "device", b"device", "epoch", b"epoch", "features", b"features", "formation_id", b"formation_id", "health_address", b"health_address", "incarnation_id", b"incarnation_id", "limits", b"limits", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_rows", b"num_rows", "num_tombstones", b"num_tombstones", "owner_address", b"owner_address", "owner_silent_for_ms", b"owner_silent_for_ms", "pid", b"pid", "rank", b"rank", "stage", b"stage", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1618,3 +1626,51 @@ class PutBlobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PutBlobResponse: _TypeAlias = PutBlobResponse  # noqa: Y015
+
+@_typing.final
+class CallPickledRequest(_message.Message):
+    """Call a function."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The present epoch."""
+    function: _builtins.bytes
+    """A function of one argument, the rank, pickled by the cloudpickle of the same Python version."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        function: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "function", b"function"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallPickledRequest: _TypeAlias = CallPickledRequest  # noqa: Y015
+
+@_typing.final
+class CallPickledResponse(_message.Message):
+    """What it returned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    result: _builtins.bytes
+    """Pickled."""
+    def __init__(
+        self,
+        *,
+        result: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallPickledResponse: _TypeAlias = CallPickledResponse  # noqa: Y015

@@ -125,6 +125,11 @@ class WorkerServiceStub:
                 request_serializer=maniple_dot_v1_dot_worker__pb2.PutBlobRequest.SerializeToString,
                 response_deserializer=maniple_dot_v1_dot_worker__pb2.PutBlobResponse.FromString,
                 _registered_method=True)
+        self.CallPickled = channel.unary_unary(
+                '/maniple.v1.WorkerService/CallPickled',
+                request_serializer=maniple_dot_v1_dot_worker__pb2.CallPickledRequest.SerializeToString,
+                response_deserializer=maniple_dot_v1_dot_worker__pb2.CallPickledResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -257,6 +262,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CallPickled(self, request, context):
+        """Call a Python function on the device's thread. PERMISSION_DENIED unless the worker was started with
+        --allow-insecure-serialization: whoever may call this runs any code here. Workers in other languages never allow it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -349,6 +362,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.PutBlob,
                     request_deserializer=maniple_dot_v1_dot_worker__pb2.PutBlobRequest.FromString,
                     response_serializer=maniple_dot_v1_dot_worker__pb2.PutBlobResponse.SerializeToString,
+            ),
+            'CallPickled': grpc.unary_unary_rpc_method_handler(
+                    servicer.CallPickled,
+                    request_deserializer=maniple_dot_v1_dot_worker__pb2.CallPickledRequest.FromString,
+                    response_serializer=maniple_dot_v1_dot_worker__pb2.CallPickledResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -838,6 +856,33 @@ class WorkerService:
             '/maniple.v1.WorkerService/PutBlob',
             maniple_dot_v1_dot_worker__pb2.PutBlobRequest.SerializeToString,
             maniple_dot_v1_dot_worker__pb2.PutBlobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CallPickled(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/maniple.v1.WorkerService/CallPickled',
+            maniple_dot_v1_dot_worker__pb2.CallPickledRequest.SerializeToString,
+            maniple_dot_v1_dot_worker__pb2.CallPickledResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -72,6 +72,10 @@ class WorkerServiceStub:
     """Unload an adapter."""
     PutBlob: _grpc.StreamUnaryMultiCallable[_worker_pb2.PutBlobRequest, _worker_pb2.PutBlobResponse]
     """Deliver a long prompt, an image or embeddings ahead of the delta that names its hash."""
+    CallPickled: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CallPickledRequest, _worker_pb2.CallPickledResponse]
+    """Call a Python function on the device's thread. PERMISSION_DENIED unless the worker was started with
+    --allow-insecure-serialization: whoever may call this runs any code here. Workers in other languages never allow it.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -114,6 +118,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Unload an adapter."""
     PutBlob: _aio.StreamUnaryMultiCallable[_worker_pb2.PutBlobRequest, _worker_pb2.PutBlobResponse]  # type: ignore[assignment]
     """Deliver a long prompt, an image or embeddings ahead of the delta that names its hash."""
+    CallPickled: _aio.UnaryUnaryMultiCallable[_worker_pb2.CallPickledRequest, _worker_pb2.CallPickledResponse]  # type: ignore[assignment]
+    """Call a Python function on the device's thread. PERMISSION_DENIED unless the worker was started with
+    --allow-insecure-serialization: whoever may call this runs any code here. Workers in other languages never allow it.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """One rank: one device, one shard, one copy of the batch state."""
@@ -261,5 +269,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PutBlobResponse, _abc.Awaitable[_worker_pb2.PutBlobResponse]]:
         """Deliver a long prompt, an image or embeddings ahead of the delta that names its hash."""
+
+    @_abc_1.abstractmethod
+    def CallPickled(
+        self,
+        request: _worker_pb2.CallPickledRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CallPickledResponse, _abc.Awaitable[_worker_pb2.CallPickledResponse]]:
+        """Call a Python function on the device's thread. PERMISSION_DENIED unless the worker was started with
+        --allow-insecure-serialization: whoever may call this runs any code here. Workers in other languages never allow it.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
