@@ -79,8 +79,9 @@ class Generation:
     cache_namespace: bytes = b""
     skip_reading_prefix_cache: bool = False
     deadline: float | None = None  # on the engine's monotonic clock
-    detach_grace_s: float = 0.0
-    client_identity: str = ""
+    detach_grace_s: float = 0.0  # how long it goes on without a stream; 0: a broken stream ends it
+    only_final: bool = False  # its client wants whole outputs, no chunks
+    client_identity: str = ""  # as authentication knows the caller; empty without
     traceparent: str = ""
 
 

@@ -25,9 +25,15 @@ def call_facts(context: Context, engine: Engine) -> CallFacts:
             traceparent = value if isinstance(value, str) else value.decode("ascii", "replace")
     return CallFacts(
         deadline=None if remaining is None else engine.now() + remaining,
-        client_identity=context.peer() or "",
+        client_identity=caller_identity(context),
         traceparent=traceparent,
     )
+
+
+def caller_identity(context: Context) -> str:
+    """Return whom the transport authenticated, or nothing. Not the peer's address: the next connection has another."""
+    identities = context.peer_identities() or ()
+    return ",".join(sorted(identity.decode("utf-8", "replace") for identity in identities))
 
 
 async def events(engine: Engine, generation: Generation, context: Context) -> AsyncGenerator[Event, None]:

@@ -90,6 +90,8 @@ async def to_generation(
         cache_namespace=namespace_of("", request.cache_salt),
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
         deadline=call.deadline,
+        detach_grace_s=rules.check_number("detach_grace_s", request.detach_grace_s, 0, rules.MAX_DETACH_GRACE_S),
+        only_final=request.only_final,
         client_identity=call.client_identity,
         traceparent=call.traceparent,
     )
@@ -98,8 +100,6 @@ async def to_generation(
 def _check_built(request: GenerateRequest) -> None:
     if request.lora:
         raise NotBuilt("lora is reserved in the protocol and not built yet")
-    if request.detach_grace_s != 0:
-        raise NotBuilt("detach_grace_s is reserved in the protocol and not built yet")
     check_built(request.sampling)
 
 

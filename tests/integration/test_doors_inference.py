@@ -298,6 +298,8 @@ BAD_REQUESTS: list[tuple[GenerateRequest, str]] = [
     (GenerateRequest(text="hi", request_id="x" * 129), "request_id"),
     (GenerateRequest(text="hi", request_id="with space"), "request_id"),
     (GenerateRequest(text="hi", cache_salt="x" * 257), "cache_salt"),
+    (GenerateRequest(text="hi", detach_grace_s=-1.0), "detach_grace_s"),
+    (GenerateRequest(text="hi", detach_grace_s=3601.0), "detach_grace_s"),
 ]
 
 
@@ -333,12 +335,11 @@ async def test_prompt_that_needs_more_blocks_than_exist_is_refused_and_the_next_
     "request_",
     [
         GenerateRequest(text="hi", lora="adapter"),
-        GenerateRequest(text="hi", detach_grace_s=1.0),
         GenerateRequest(text="hi", sampling=SamplingParams(logprobs=0)),
         GenerateRequest(text="hi", sampling=SamplingParams(prompt_logprobs=1)),
         GenerateRequest(text="hi", sampling=SamplingParams(structured_output=StructuredOutput(regex="a*"))),
     ],
-    ids=["lora", "detach_grace_s", "logprobs", "prompt_logprobs", "structured_output"],
+    ids=["lora", "logprobs", "prompt_logprobs", "structured_output"],
 )
 async def test_reserved_features_are_refused_and_named(
     request_: GenerateRequest, request: pytest.FixtureRequest

@@ -359,6 +359,7 @@ class JoinResponse(_message.Message):
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch."""
     incarnation_id: _builtins.str
@@ -373,6 +374,10 @@ class JoinResponse(_message.Message):
     """Digest after `accepted`."""
     stage: Global___WorkerStage.ValueType
     """Where it is in its life."""
+    rendezvous: _builtins.str
+    """Where this rank would wait for the others in FormGroup: host:port, or `:port` for the host it was reached at. Set
+    on rank 0 of several.
+    """
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Features both ends have."""
@@ -388,10 +393,11 @@ class JoinResponse(_message.Message):
         state_digest: _builtins.int = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
         stage: Global___WorkerStage.ValueType = ...,
+        rendezvous: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "epoch", b"epoch", "features", b"features", "formation_id", b"formation_id", "incarnation_id", b"incarnation_id", "stage", b"stage", "state_digest", b"state_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "epoch", b"epoch", "features", b"features", "formation_id", b"formation_id", "incarnation_id", b"incarnation_id", "rendezvous", b"rendezvous", "stage", b"stage", "state_digest", b"state_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -462,7 +468,7 @@ class FormGroupRequest(_message.Message):
     world_size: _builtins.int
     """Ranks of the group."""
     rendezvous: _builtins.str
-    """host:port of the rendezvous store on rank 0; unused with one rank."""
+    """host:port where rank 0 waits for the others, as it said in its JoinResponse; unused with one rank."""
     tensor_parallel_size: _builtins.int
     """Ranks that share one layer's tensors."""
     timeout_ms: _builtins.int
@@ -497,7 +503,9 @@ class FormGroupResponse(_message.Message):
     device: _builtins.str
     """cpu or the device's name."""
     backend: _builtins.str
-    """gloo, nccl or none."""
+    """What carries messages between the ranks: sockets, or none with one rank. A model whose layers are split brings a
+    communicator for tensors besides, gloo or nccl, when it is loaded.
+    """
     def __init__(
         self,
         *,
