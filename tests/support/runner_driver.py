@@ -43,6 +43,8 @@ class RunnerDriver:
 
         def remember(hidden: Tensor) -> Tensor:
             scores = compute(hidden)
+            if not self._samples:  # a dummy step
+                return scores
             for row, one in zip(self._samples, scores.clone(), strict=True):
                 self.logits.setdefault(row, []).append(one)
             return scores
@@ -106,6 +108,7 @@ class RunnerDriver:
         self.runner.apply(work)
         output = self.runner.execute(work)
         sampled = dict(zip(self._samples, output.token_ids.tolist(), strict=True))
+        self._samples = []
         for row, token in sampled.items():
             self.rows[row].tokens.append(token)
         return sampled

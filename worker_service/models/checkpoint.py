@@ -51,7 +51,7 @@ class _Entry:
     """One tensor of a file, as its header describes it."""
 
     path: Path
-    dtype: torch.dtype
+    kind: str  # F32, BF16, ...; integers and 8-bit floats belong to quantized checkpoints
     shape: list[int]
     start: int  # in the file
     num_bytes: int
@@ -84,6 +84,8 @@ def load_checkpoint(
     for name, slot in slots.items():
         if name not in entries:
             _refuse(directory, name, "must be in the checkpoint")
+        if entries[name].kind not in _DTYPES:
+            _refuse(entries[name].path, name, f"must be of type {', '.join(_DTYPES)}, not {entries[name].kind}")
         if entries[name].shape != slot.full_shape:
             _refuse(entries[name].path, name, f"must have shape {slot.full_shape}, not {entries[name].shape}")
     total = sum(entries[name].num_bytes for name in slots)
@@ -136,7 +138,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     for name, entry in entries.items():
         if entry.start + entry.num_bytes > size:
             _refuse(path, name, f"ends at byte {entry.start + entry.num_bytes}, the file at {size}: it was cut")
-        if entry.num_bytes != math.prod(entry.shape) * entry.dtype.itemsize:
+        dtype = _DTYPES.get(entry.kind)
+        if dtype is not None and entry.num_bytes != math.prod(entry.shape) * dtype.itemsize:
             _refuse(path, name, f"has {entry.num_bytes} bytes, which does not fit shape {entry.shape}")
     return entries
 
@@ -146,21 +149,18 @@ def _entry(path: Path, data_start: int, described: Mapping[str, Any]) -> _Entry:
     if not 0 <= begin <= end:
         raise ValueError(f"data_offsets {begin}, {end}")
     shape = [int(size) for size in described["shape"]]
-    # Integers and 8-bit floats belong to quantized checkpoints; they come up as tensors without a slot.
-    dtype = _DTYPES.get(described["dtype"], torch.uint8)
-    if dtype is torch.uint8:
-        shape = [end - begin]
-    return _Entry(path, dtype, shape, data_start + begin, end - begin)
+    kind = str(described["dtype"])
+    return _Entry(path, kind, shape, data_start + begin, end - begin)
 
 
 def _fill(file: BinaryIO, name: str, entry: _Entry, slot: Slot) -> None:
-    target = slot.target
+    target, dtype = slot.target, _DTYPES[entry.kind]
     file.seek(entry.start)
-    direct = target.is_contiguous() and target.dtype is entry.dtype and target.device.type == "cpu"
+    direct = target.is_contiguous() and target.dtype is dtype and target.device.type == "cpu"
     if direct and slot.split_dim is None:
         _read_into(file, name, entry, target)
         return
-    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    whole = torch.empty(entry.shape, dtype=dtype)
     _read_into(file, name, entry, whole)
     if slot.split_dim is not None:
         size = target.shape[slot.split_dim]
