@@ -125,18 +125,13 @@ class Batch:
         A sample may lose its row or blocks while others are dealt with; it is not yielded then.
         """
         for sample in self._due.pop(self.tick, ()):
-            if sample.state is not SampleState.DECODE or sample.due_tick != self.tick:
-                continue
-            if sample in self._paused:
-                # It does not compute in this step, so nothing is due before the next.
-                sample.due_tick += 1
-                self._due[sample.due_tick].append(sample)
-            else:
-                sample.due_tick = -1  # a sample that was paused in between may be filed twice under one tick
+            filed_here = sample.state is SampleState.DECODE and sample.due_tick == self.tick
+            if filed_here and sample not in self._paused:
+                sample.due_tick = -1  # it may be filed twice here, if it was paused in between
                 yield sample
 
     def set_paused(self, sample: Sample, paused: bool) -> None:
-        """Hold a decode sample, or let it go on."""
+        """Hold a decode sample, or let it go on. Nothing is due for one that is held, so it is filed anew."""
         if paused:
             self._paused[sample] = None
         elif sample in self._paused:
@@ -174,9 +169,9 @@ class Batch:
             assert sample.state is SampleState.DECODE, f"{sample} is listed as decode"
             due_at = min(len(sample.block_ids) * self._block_size, sample.limit - 1)
             assert self.num_computed_tokens(sample) <= due_at, f"{sample} overran"
-            assert sample in self._due.get(sample.due_tick, ()), f"{sample} is filed nowhere"
-            # A paused one may be filed too early, never too late.
-            assert self.tick <= sample.due_tick <= due_at - sample.offset, f"{sample} is filed under a wrong tick"
+            if sample not in self._paused:
+                assert sample.due_tick == due_at - sample.offset, f"{sample} is filed under a wrong tick"
+                assert sample in self._due.get(sample.due_tick, ()), f"{sample} is filed nowhere"
         assert {*self._decode_samples, *self._prefilling} == set(self._victims), "residents differ"
         assert self._paused.keys() <= set(self._decode_samples), "a paused sample does not decode"
         seated = [sample.req_index for sample in self._victims]

@@ -297,7 +297,7 @@ def schedules_more_than_is_left_of_a_prefill(delta, state):
 @spoils("num_scheduled_tokens=2: a decode row advances")
 def schedules_two_tokens_of_a_decode_row(delta, state):
     row = _in(state, RowState.DECODE, delta)
-    if row is None:
+    if row is None or delta.mode != SchedulerDelta.MODE_RUN:
         return False
     delta.changes.add(req_index=row, num_scheduled_tokens=2)
     return True

@@ -1,8 +1,8 @@
 """A worker in a few lines, whose tokens depend on what its block tables lead to.
 
-Its cache holds one number per slot: the hash of a token and of the number before it, read through the row's block table.
-So a wrong table, a block handed out too early or a prefix hit on the wrong block changes tokens. ``solo`` says what
-they must be, without tables, steps or scheduler.
+Its cache holds one number per slot: the hash of a token and of the number before it, read through the row's block
+table. So a wrong table, a block handed out too early or a prefix hit on the wrong block changes tokens. ``solo`` says
+what they must be, without tables, steps or scheduler.
 """
 
 from __future__ import annotations
