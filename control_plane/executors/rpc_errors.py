@@ -11,12 +11,13 @@ from service_chassis import errors
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
-def _rows(cls: type[errors.ManipleError]) -> list[type[errors.ManipleError]]:
-    return [cls, *(row for sub in cls.__subclasses__() for row in _rows(sub))]
-
-
-# A reason can travel with two codes (GROUP_LOST), a code with many reasons: both together name the class.
-_TABLE = {(row.code, row.reason): row for row in _rows(errors.ManipleError) if row is not errors.ManipleError}
+# The rows of the table: the classes of that module alone, not what others make of them. A reason can travel with two
+# codes (GROUP_LOST), a code with many reasons: both together name the class.
+_TABLE = {
+    (row.code, row.reason): row
+    for row in vars(errors).values()
+    if isinstance(row, type) and issubclass(row, errors.ManipleError) and row is not errors.ManipleError
+}
 
 
 def error_of_call(error: grpc.aio.AioRpcError) -> errors.ManipleError | ConnectionError | TimeoutError:

@@ -19,7 +19,7 @@ SMALL = {
     "max_model_len": 256,
     "max_num_seqs": 12,
     "max_num_batched_tokens": 64,
-    "num_kv_blocks": 26,
+    "num_kv_blocks": 22,
     "max_num_waiting": 100,
 }
 
@@ -47,6 +47,7 @@ async def run_all(requests: list[Generation], **config: Any) -> tuple[list[Colle
     return results, status.num_preemptions, status.prefix_cache_hits
 
 
+@pytest.mark.timeout(240)
 async def test_greedy_tokens_are_those_of_transformers_when_forty_eight_requests_share_a_small_pool() -> None:
     from transformers import AutoModelForCausalLM
 
