@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from control_plane.executors.selection import Surroundings, choose_executor
+from control_plane.executors.ray_surroundings import in_placement_group
+from control_plane.executors.selection import EXECUTORS, Surroundings, choose_executor
+from control_plane.executors.worker_addresses import address_rule
 from service_chassis.errors import ConfigurationError
 from service_chassis.settings import (
     Fault,
@@ -48,16 +51,15 @@ def _listen_rule(value: str) -> str:
     return "must be HOST:PORT with a port up to 65535 (0: a free one), or unix:PATH"
 
 
-def _executor_rule(value: str) -> str:
-    if value in ("remote", "ray"):
-        return "is not built yet; use uni or mp"
-    return one_of("auto", "uni", "mp")(value)
+def _read_groups(text: str) -> tuple[tuple[str, ...], ...]:
+    """Read the addresses of groups: groups parted by semicolons, addresses by commas."""
+    return tuple(group for group in map(read_words, text.split(";")) if group)
 
 
-def _ranks_rule(value: int) -> str:
-    if value > 1:
-        return "must be 1: groups of several ranks are not built yet"
-    return at_least(1)(value)
+def _addresses_rule(value: tuple[tuple[str, ...], ...]) -> str:
+    addresses = [address for group in value for address in group]
+    wrong = next((f"{rule}, not {address}" for address in addresses if (rule := address_rule(address))), "")
+    return wrong or ("" if len(set(addresses)) == len(addresses) else "names an address twice")
 
 
 def _names_rule(value: tuple[str, ...]) -> str:
@@ -139,12 +141,24 @@ class ControlPlaneConfig:
     enable_prefix_caching: bool = setting(True, topic=CACHE, read=read_switch)
     """Reuse the KV blocks of a prefix that an earlier request computed."""
 
-    tensor_parallel_size: int = setting(1, topic=GROUP, read=read_whole, rule=_ranks_rule, metavar="RANKS")
+    tensor_parallel_size: int = setting(1, topic=GROUP, read=read_whole, rule=at_least(1), metavar="RANKS")
     """Workers that share each layer."""
 
-    executor: str = setting("auto", topic=GROUP, read=read_text, rule=_executor_rule)
-    """Where workers live: uni (in this process), mp (child processes), auto. auto: mp for a real model, so that a
-    worker that computes or crashes does not stop the front, uni for the scripted one."""
+    executor: str = setting("auto", topic=GROUP, read=read_text, rule=one_of(*EXECUTORS))
+    """Where workers live: uni (in this process), mp (child processes), remote (at --worker-addresses), ray (placed by
+    Ray), auto. auto: remote where addresses are given, ray inside a placement group; else mp for a real model, so that
+    a worker that computes or crashes does not stop the front, and uni for the scripted one."""
+
+    worker_addresses: tuple[tuple[str, ...], ...] = setting(
+        (), topic=GROUP, read=_read_groups, rule=_addresses_rule, metavar="ADDRESSES"
+    )
+    """Where running workers are: HOST:PORT,HOST:PORT or unix:PATH for each rank in any order, or dns:///NAME:PORT for a
+    headless name. Fewer addresses than ranks: each stands for as many ranks on consecutive ports, as `maniple worker
+    --tensor-parallel-size` serves them. Several groups are parted by semicolons."""
+
+    allow_insecure_serialization: bool = setting(False, topic=GROUP, read=read_switch)
+    """Let programs call Python functions on workers (collective_rpc of a callable), pickled; the workers need the same
+    flag. Off: whoever reaches a worker could run any code there."""
 
     device: str = setting("auto", topic=GROUP, read=read_text, rule=one_of("auto", "cpu", "cuda"))
     """What computes: cpu, cuda, auto. auto: cuda where an NVIDIA driver is present."""
@@ -264,29 +278,55 @@ def gpu_is_present() -> bool:
     return Path("/dev/nvidiactl").exists()
 
 
-def resolve_auto(config: ControlPlaneConfig, *, has_gpu: bool, on_terminal: bool) -> ControlPlaneConfig:
+def count_gpus() -> int:
+    """Count the NVIDIA devices of this machine, without torch."""
+    return sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def resolve_auto(
+    config: ControlPlaneConfig, *, has_gpu: bool, on_terminal: bool, num_gpus: int = 0, workers_elsewhere: bool = False
+) -> ControlPlaneConfig:
     """Replace what was left to the server by what it chose, and log it.
 
     ``dtype``, ``max_model_len`` and the number of blocks stay open: a worker resolves them from the checkpoint and its
     memory.
+
+    Args:
+        config: as it was asked for.
+        has_gpu: an NVIDIA driver is loaded.
+        on_terminal: logs go to a person.
+        num_gpus: on this machine; 0: unknown, whether ranks fit is then seen when they start.
+        workers_elsewhere: no worker may be a child of this process.
+    Raises:
+        ConfigurationError: there is no executor for what was asked.
     """
     device = config.device
     if device == "auto":
         device = "cuda" if has_gpu and not config.is_scripted else "cpu"
     on_gpu = device == "cuda"
+    world_size = config.tensor_parallel_size
+    if world_size == 1 and config.worker_addresses:
+        world_size = len(config.worker_addresses[0])  # several addresses are several ranks, without saying so twice
     surroundings = Surroundings(
-        world_size=config.tensor_parallel_size,
-        num_local_devices=config.tensor_parallel_size,  # whether they fit is seen when they start
+        world_size=world_size,
+        num_local_devices=num_gpus if on_gpu and num_gpus else world_size,
+        has_worker_addresses=bool(config.worker_addresses),
+        in_ray_placement_group=in_placement_group(),
+        ray_is_installed=importlib.util.find_spec("ray") is not None,
+        workers_elsewhere=workers_elsewhere,
         wants_own_process=not config.is_scripted,
     )
-    executor = choose_executor(config.executor, surroundings).executor
+    choice = choose_executor(config.executor, surroundings)
+    if not choice.executor:
+        raise ConfigurationError([("executor", config.executor, choice.reason)])
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else 64)
     if config.max_num_batched_tokens and not config.max_num_seqs:
         max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)
     resolved = dataclasses.replace(
         config,
         device=device,
-        executor=executor,
+        executor=choice.executor,
+        tensor_parallel_size=world_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(max_num_seqs, 2048 if on_gpu else 512),
         served_model_name=config.served_model_name or (_own_name(config.model),),

@@ -28,6 +28,7 @@ from worker_service.config import WorkerConfig
 from worker_service.heartbeat import Failure, Vitals, failure_of
 from worker_service.model_files import read_model_files
 from worker_service.ownership import DEFAULT_LEASE_S, Ownership, RefusalKind, Refused
+from worker_service.snapshot import snapshot_parts
 from worker_service.stages import Stages
 from worker_service.step_loop import StepLoop
 from worker_service.steps import Goodbye, Steps
@@ -63,10 +64,16 @@ class Rank:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(callback)
 
-        self._step_loop = StepLoop(
-            self.vitals, self.tombstones, post, lambda done: self._steps.on_completed(done), self._on_step_failed
+        self._step_loop = StepLoop(self.vitals, post, lambda done: self._steps.on_completed(done), self._on_step_failed)
+        self._steps = Steps(
+            self.config,
+            self._ownership,
+            self.vitals,
+            self._step_loop,
+            self.tombstones,
+            self._fail,
+            self._on_goodbye,
         )
-        self._steps = Steps(self.config, self._ownership, self.vitals, self._step_loop, self._fail, self._on_goodbye)
         self._stages = Stages(self.config, self.vitals, self._step_loop, self._steps, self._fail)
         self._step_loop.start()
         self._ticker = asyncio.create_task(self._tick())
@@ -150,6 +157,7 @@ class Rank:
             state_digest=digest,
             features=[feature for feature in _features() if feature in request.features],
             stage=self._stages.stage,
+            rendezvous=self._stages.rendezvous(),
         )
 
     def _check_join(self, request: worker_pb2.JoinRequest) -> None:
@@ -185,9 +193,9 @@ class Rank:
             self._stages.leave_formation()
 
     def _exit_soon(self, reason: str) -> None:
-        self._stages.abort_collectives()
         get_logger().info("rank.leaving", reason=reason)
-        self._request_exit(reason)
+        self._request_exit(reason)  # first: it sets the timer that ends us if aborting hangs
+        self._stages.abort_collectives()
 
     async def _tick(self) -> None:
         """Keep the lease's clock, and leave when orphaned for too long."""
@@ -196,11 +204,20 @@ class Rank:
             now = time.monotonic()
             self._ownership.tick(now)
             silent_s = self._ownership.silent_for(now)
-            orphaned_s = silent_s if self._ownership.lapsed(now) else 0.0
-            self.tombstones.expire(now, orphaned_s)
-            if 0 < self.config.orphan_grace_s <= orphaned_s:
+            orphaned = self._ownership.orphaned(now)
+            self.tombstones.expire(now, orphaned=orphaned)
+            if orphaned and 0 < self.config.orphan_grace_s <= silent_s:
+                self._wipe()
                 self._exit_soon(f"no owner for {silent_s:.0f} s")
                 return
+
+    def _wipe(self) -> None:
+        """Overwrite or let go of what users sent. A device that hangs keeps its copy until the process ends."""
+        if self._steps.batch is not None:
+            self._steps.batch.completed.wipe()
+        self._steps.drop()
+        self.tombstones.clear()
+        self._step_loop.call(self._step_loop.forget_rows)
 
     # The six stages
 
@@ -236,6 +253,18 @@ class Rank:
         kept = batch.deltas.after(request.from_step - 1) if batch else []
         return worker_pb2.FetchDeltasResponse(deltas=[raw for _, raw in kept])
 
+    async def snapshot(self, request: worker_pb2.SnapshotRequest) -> AsyncIterator[worker_pb2.SnapshotResponse]:
+        """Tell the batch as it is at ``completed``. What happens meanwhile does not show; the device is not asked."""
+        self._check_epoch(request.epoch)
+        batch, now = self._steps.batch, time.monotonic()
+        frozen = batch.completed.freeze(now) if batch else None
+        buried = self.tombstones.all(now)
+        get_logger().info(
+            "snapshot.taken", epoch=request.epoch, step=frozen.step if frozen else 0, num_tombstones=len(buried)
+        )
+        for part in snapshot_parts(frozen, self._stages.limits, buried):
+            yield part
+
     def _on_step_failed(self, step: int, error: Exception) -> None:
         self._fail(failure_of(error, step=step))
 
@@ -258,19 +287,17 @@ class Rank:
 
     async def call_pickled(self, request: worker_pb2.CallPickledRequest) -> worker_pb2.CallPickledResponse:
         pickled_calls.check_allowed(self.config.allow_insecure_serialization)
-        self._check_epoch(request.epoch)
+        self._check_epoch(request.epoch)  # before anything in the bytes can run
         function = pickled_calls.load_function(request.function)
-        result = await self.on_device_thread(lambda: pickled_calls.run(function, self))
+        result = await self.call_function(lambda rank: pickled_calls.run(function, rank), request.epoch)
         return worker_pb2.CallPickledResponse(result=result)
 
-    async def on_device_thread(self, function: Callable[[], T]) -> T:
-        """Call a function between steps, on the thread that owns the device."""
-        return await asyncio.wrap_future(self._step_loop.call(function))
+    async def call_function(self, function: Callable[[Rank], T], epoch: int) -> T:
+        """Call a function with this rank, between steps, on the thread that owns the device."""
+        self._check_epoch(epoch)
+        return await asyncio.wrap_future(self._step_loop.call(lambda: function(self)))
 
     # In the protocol, not built yet
-
-    async def snapshot(self, request: worker_pb2.SnapshotRequest) -> worker_pb2.SnapshotResponse:
-        raise NotBuilt("snapshots are not built yet: a group whose control plane died is formed anew")
 
     async def sleep(self, request: worker_pb2.WorkerServiceSleepRequest) -> worker_pb2.WorkerServiceSleepResponse:
         raise NotBuilt("sleep is not built yet")

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
+from typing import TextIO, cast
 
+from control_plane.cli.announcements import CurrentStderr
 from control_plane.cli.config_flags import add_config_flags, flag_texts, print_faults
+from control_plane.cli.serve import add_announce_flag, serve_in_foreground
 from control_plane.config import load_config
 from control_plane.exit_codes import USAGE
 from service_chassis.errors import ConfigurationError
+from service_chassis.telemetry import LogFormat, configure_logging
+
+NAME = "maniple control-plane"
+EPILOG = """\
+Every flag has an environment variable, named in brackets; a flag wins over it.
+
+Examples:
+  maniple control-plane --worker-addresses gpu-0:50061,gpu-1:50061 --model /models/my-model
+  maniple control-plane --worker-addresses dns:///workers.default.svc:50061 --tensor-parallel-size 4
+  maniple control-plane --worker-addresses unix:/run/rank0.sock,unix:/run/rank1.sock --model scripted
+
+It starts no worker and kills none: that is for whoever runs `maniple worker`.
+"""
 
 
 def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="maniple control-plane",
-        usage="maniple control-plane [FLAGS]",
-        description="Serve with workers that run elsewhere. The remote executor is not built yet: this command checks "
-        "its flags and says so.",
+        prog=NAME,
+        usage=f"{NAME} [FLAGS]",
+        description="Serve with workers that run elsewhere.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--workers", nargs="+", metavar="ADDRESS", help="HOST:PORT of every rank in order, or one headless DNS name"
-    )
     add_config_flags(parser)
+    add_announce_flag(parser)
     arguments = parser.parse_args(argv)
     try:
-        load_config(flag_texts(arguments))
+        config = load_config(flag_texts(arguments))
     except ConfigurationError as error:
-        print_faults(error, "maniple control-plane")
+        print_faults(error, NAME)
         return USAGE
-    print(
-        "maniple control-plane: the remote executor is not built yet; `maniple serve` runs the workers on this machine",
-        file=sys.stderr,
-    )
-    return USAGE
+    configure_logging(config.log_level, cast(LogFormat, config.log_format), stream=cast(TextIO, CurrentStderr()))
+    return serve_in_foreground(config, arguments.announce, command=NAME, workers_elsewhere=True)

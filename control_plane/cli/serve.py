@@ -10,7 +10,7 @@ from typing import TextIO, cast
 
 from control_plane.cli.announcements import FORMATS, CurrentStderr, display
 from control_plane.cli.config_flags import add_config_flags, flag_texts, print_faults
-from control_plane.config import ControlPlaneConfig, gpu_is_present, load_config, resolve_auto
+from control_plane.config import ControlPlaneConfig, count_gpus, gpu_is_present, load_config, resolve_auto
 from control_plane.exit_codes import INTERRUPTED, USAGE
 from service_chassis.errors import ConfigurationError
 from service_chassis.telemetry import LogFormat, configure_logging
@@ -38,13 +38,18 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_config_flags(made)
-    made.add_argument(
+    add_announce_flag(made)
+    return made
+
+
+def add_announce_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the one flag that is not of the configuration."""
+    parser.add_argument(
         "--announce",
         choices=FORMATS,
         default="auto",
         help="how progress and readiness appear on standard output: auto (bars on a terminal), plain lines, JSON lines",
     )
-    return made
 
 
 def run(argv: Sequence[str]) -> int:
@@ -55,18 +60,27 @@ def run(argv: Sequence[str]) -> int:
         print_faults(error, "maniple serve")
         return USAGE
     configure_logging(config.log_level, cast(LogFormat, config.log_format), stream=cast(TextIO, CurrentStderr()))
-    config = resolve_auto(config, has_gpu=gpu_is_present(), on_terminal=sys.stderr.isatty())
-    return _serve(config, arguments.announce)
+    return serve_in_foreground(config, arguments.announce, command="maniple serve")
 
 
-def _serve(config: ControlPlaneConfig, announce: str) -> int:
+def serve_in_foreground(
+    config: ControlPlaneConfig, announce: str, *, command: str, workers_elsewhere: bool = False
+) -> int:
+    """Serve until told to stop; return the exit code. Faults are printed under the name of the command."""
     from control_plane.server import serve
 
     try:
+        config = resolve_auto(
+            config,
+            has_gpu=gpu_is_present(),
+            num_gpus=count_gpus(),
+            on_terminal=sys.stderr.isatty(),
+            workers_elsewhere=workers_elsewhere,
+        )
         with display(announce) as show:
             return asyncio.run(serve(config, announce=show))
     except KeyboardInterrupt:
         return INTERRUPTED
     except ConfigurationError as error:
-        print_faults(error, "maniple serve")
+        print_faults(error, command)
         return USAGE

@@ -7,12 +7,13 @@ calls and streams, and says at once when a process is gone.
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, overload
 
 from google.protobuf.message import Message
 
+from control_plane.executors.callables import pickled_call
 from control_plane.executors.collective import RankCallError, start_on_all
 from maniple.v1 import rank_health_pb2, worker_pb2
 from service_chassis.ids import Rank
@@ -55,6 +56,10 @@ class Executor(abc.ABC):
     """
 
     world_size: int
+    # Whether the ranks live on when this control plane ends: then a goodbye leaves them to the next (PROTOCOL C6).
+    outlives_owner: ClassVar[bool] = False
+    # Our half of the opt-in to callables; each worker has its own.
+    allow_insecure_serialization: bool = False
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -75,6 +80,7 @@ class Executor(abc.ABC):
             TimeoutError: no answer within ``timeout_s``.
         """
 
+    @overload
     def collective_rpc(
         self,
         method: str,
@@ -82,18 +88,49 @@ class Executor(abc.ABC):
         *,
         timeout_s: float,
         reply_ranks: Sequence[Rank] | None = None,
-    ) -> Awaitable[list[Message]]:
-        """Call ``method`` of WorkerService on every rank.
+    ) -> Awaitable[list[Message]]: ...
+
+    @overload
+    def collective_rpc(
+        self,
+        method: Callable[[Any], object],
+        request: worker_pb2.CallPickledRequest,
+        *,
+        timeout_s: float,
+        reply_ranks: Sequence[Rank] | None = None,
+    ) -> Awaitable[list[Any]]: ...
+
+    def collective_rpc(
+        self,
+        method: str | Callable[[Any], object],
+        request: Message | Callable[[Rank], Message],
+        *,
+        timeout_s: float,
+        reply_ranks: Sequence[Rank] | None = None,
+    ) -> Awaitable[list[Any]]:
+        """Call ``method`` of WorkerService, or a function, on every rank.
 
         Args:
-            method: name of a unary call of WorkerService, e.g. "LoadModel".
+            method: name of a unary call of WorkerService, e.g. "LoadModel". Or a function of one argument, the worker's
+                ``Rank``, to be called on its device's thread: in process (``uni``), or where both ends opted in to
+                pickled functions.
             request: the message, or a function of the rank where only the rank's own number differs (FormGroup, Join).
+                For a function: a ``CallPickledRequest`` with nothing but the epoch.
             timeout_s: no rank may take longer.
             reply_ranks: ranks whose replies are returned; default all.
         Returns:
-            An awaitable of the replies in rank order. The calls are under way when this returns. It raises
-            ``RankCallError`` at the first failure on any rank, and the calls to the others are then cancelled.
+            An awaitable of the replies in rank order, and thus also the future of a call that does not block: the calls
+            are under way when this returns, awaited or not. It raises ``RankCallError`` at the first failure on any
+            rank, and the calls to the others are then cancelled.
+        Raises:
+            PermissionDenied: a function, and this end did not opt in.
         """
+        if callable(method):
+            assert isinstance(request, worker_pb2.CallPickledRequest)
+            call_one = self.function_caller(method, request.epoch)
+            calls = {rank: call_one(rank, timeout_s) for rank in self.ranks}
+            name = getattr(method, "__qualname__", repr(method))
+            return start_on_all(name, calls, timeout_s=timeout_s, reply_ranks=reply_ranks)
         return start_on_all(
             method,
             {
@@ -103,6 +140,17 @@ class Executor(abc.ABC):
             timeout_s=timeout_s,
             reply_ranks=reply_ranks,
         )
+
+    def function_caller(
+        self, function: Callable[[Any], object], epoch: int
+    ) -> Callable[[Rank, float], Coroutine[Any, Any, Any]]:
+        """Return what calls ``function`` on one rank, given a timeout. Over a wire it travels pickled, once made."""
+        pickled = pickled_call(function, epoch, allowed=self.allow_insecure_serialization)
+
+        async def call_one(rank: Rank, timeout_s: float) -> Any:
+            return pickled.result(await self.call(rank, "CallPickled", pickled.request, timeout_s=timeout_s))
+
+        return call_one
 
     @abc.abstractmethod
     async def open_steps(self, rank: Rank) -> StepsConnection:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
-
-from google.protobuf.message import Message
+from typing import Any, TypeVar
 
 from service_chassis.ids import Rank
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
+
+T = TypeVar("T")
 
 
 class RankCallError(Exception):
@@ -28,11 +28,11 @@ class RankCallError(Exception):
 
 def start_on_all(
     method: str,
-    calls: Mapping[Rank, Coroutine[Any, Any, Message]],
+    calls: Mapping[Rank, Coroutine[Any, Any, T]],
     *,
     timeout_s: float,
     reply_ranks: Sequence[Rank] | None = None,
-) -> asyncio.Task[list[Message]]:
+) -> asyncio.Task[list[T]]:
     """Start every call now; the task returned ends as ``Executor.collective_rpc`` says."""
     tasks = {rank: asyncio.ensure_future(call) for rank, call in sorted(calls.items())}
     named = sorted(calls if reply_ranks is None else reply_ranks)
@@ -40,8 +40,8 @@ def start_on_all(
 
 
 async def _collect(
-    method: str, tasks: Mapping[Rank, asyncio.Future[Message]], named: Sequence[Rank], timeout_s: float
-) -> list[Message]:
+    method: str, tasks: Mapping[Rank, asyncio.Future[T]], named: Sequence[Rank], timeout_s: float
+) -> list[T]:
     deadline = asyncio.get_running_loop().time() + timeout_s
     pending = set(tasks.values())
     try:
@@ -66,7 +66,7 @@ async def _collect(
     return [tasks[rank].result() for rank in named]
 
 
-def _raise_failure(rank: Rank, method: str, task: asyncio.Future[Message], timeout_s: float) -> None:
+def _raise_failure(rank: Rank, method: str, task: asyncio.Future[T], timeout_s: float) -> None:
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is None:
         return
@@ -77,13 +77,13 @@ def _raise_failure(rank: Rank, method: str, task: asyncio.Future[Message], timeo
     raise RankCallError(rank, method, cause, error=error) from error
 
 
-def _late(method: str, tasks: Mapping[Rank, asyncio.Future[Message]], timeout_s: float) -> RankCallError:
+def _late(method: str, tasks: Mapping[Rank, asyncio.Future[T]], timeout_s: float) -> RankCallError:
     first, *others = [rank for rank, task in tasks.items() if not task.done()]
     also = f" (nor from rank {', '.join(map(str, others))})" if others else ""
     return RankCallError(first, method, f"no answer within {timeout_s:g} s{also}", error=TimeoutError())
 
 
-def _log_late_failure(rank: Rank, method: str, task: asyncio.Future[Message]) -> None:
+def _log_late_failure(rank: Rank, method: str, task: asyncio.Future[T]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
         log.warning("rank_call.failed_late", rank=rank, method=method, reason=str(error))

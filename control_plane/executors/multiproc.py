@@ -29,6 +29,7 @@ class MultiprocExecutor(Executor):
 
     def __init__(self, *, world_size: int, settings: WorkerSettings) -> None:
         self.world_size = world_size
+        self.allow_insecure_serialization = settings.allow_insecure_serialization
         self._settings = settings
         self._exits = ExitBoard()
         self._directory: PrivateDirectory | None = None
@@ -73,6 +74,7 @@ class MultiprocExecutor(Executor):
             "idle-report-interval-s": settings.idle_report_interval_s,
             "orphan-grace-s": 0,  # the lifeline ends them, silence never does (PROTOCOL C6)
             "max-step-message-bytes": settings.max_step_message_bytes,
+            "allow-insecure-serialization": settings.allow_insecure_serialization,
             "log-level": settings.log_level,
             "log-format": settings.log_format,
         }

@@ -16,6 +16,9 @@ class Surroundings:
     num_local_devices: int  # on a CPU machine: ranks that its cores can carry
     has_worker_addresses: bool = False
     in_ray_placement_group: bool = False
+    ray_is_installed: bool = False
+    # `maniple control-plane`: it may end and be replaced at any time, so its workers must live somewhere else.
+    workers_elsewhere: bool = False
     # `serve` with a real model: the device thread and the doors' event loop should not share an interpreter lock, and
     # a worker that crashes should not take the doors with it.
     wants_own_process: bool = False
@@ -32,8 +35,16 @@ class Choice:
 def choose_executor(wanted: str, surroundings: Surroundings) -> Choice:
     """Return the executor to use for ``wanted``, one of EXECUTORS."""
     choice = _automatic(surroundings) if wanted == AUTO else Choice(wanted, "asked for")
-    if choice.executor in (REMOTE, RAY):
-        return Choice("", f"executor {choice.executor} ({choice.reason}) is not built yet: use {UNI} or {MP}")
+    if choice.executor == REMOTE and not surroundings.has_worker_addresses:
+        return Choice("", f"executor {REMOTE} needs to know where the workers are: give worker addresses")
+    if choice.executor != REMOTE and surroundings.has_worker_addresses:
+        return Choice("", f"worker addresses are given, which executor {choice.executor} has no use for: use {REMOTE}")
+    if choice.executor in (UNI, MP) and surroundings.workers_elsewhere:
+        return Choice(
+            "", f"executor {choice.executor} starts workers that end with it: use {REMOTE} with addresses, or {RAY}"
+        )
+    if choice.executor == RAY and not surroundings.ray_is_installed:
+        return Choice("", f"executor {RAY} ({choice.reason}) needs Ray: pip install 'maniple[ray]'")
     if choice.executor == UNI and surroundings.world_size > 1:
         return Choice("", f"executor {UNI} has one rank, and {surroundings.world_size} are wanted: use {MP}")
     if choice.executor == MP and surroundings.world_size > surroundings.num_local_devices:
@@ -47,6 +58,8 @@ def _automatic(surroundings: Surroundings) -> Choice:
         return Choice(REMOTE, "worker addresses are given")
     if surroundings.in_ray_placement_group:
         return Choice(RAY, "this process runs in a Ray placement group")
+    if surroundings.workers_elsewhere:
+        return Choice(REMOTE, "workers run elsewhere")
     if surroundings.world_size == 1 and not surroundings.wants_own_process:
         return Choice(UNI, "one rank")
     if surroundings.world_size <= surroundings.num_local_devices:

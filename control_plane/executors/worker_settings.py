@@ -14,5 +14,6 @@ class WorkerSettings:
     report_interval_s: float = 0.1
     idle_report_interval_s: float = 1.0
     max_step_message_bytes: int = 64 << 20
+    allow_insecure_serialization: bool = False
     log_level: str = "info"
     log_format: str = "auto"

@@ -93,11 +93,13 @@ def test_serve_reports_every_fault_at_once_and_starts_nothing() -> None:
         assert fault in done.stderr
 
 
-def test_control_plane_says_what_is_not_built_and_checks_its_flags() -> None:
-    done = maniple("control-plane", "--workers", "a:1")
-    assert (done.returncode, "not built yet" in done.stderr) == (2, True)
-    done = maniple("control-plane", "--dtype", "int3")
-    assert (done.returncode, "--dtype int3" in done.stderr) == (2, True)
+def test_control_plane_starts_no_worker_itself_and_checks_its_flags() -> None:
+    done = maniple("control-plane", "--model", "scripted")
+    assert (done.returncode, "needs to know where the workers are" in done.stderr) == (2, True)
+    done = maniple("control-plane", "--dtype", "int3", "--worker-addresses", "here")
+    assert done.returncode == 2
+    assert "--dtype int3" in done.stderr
+    assert "must be HOST:PORT, unix:PATH or dns:///NAME:PORT, not here" in done.stderr
 
 
 def test_generate_prints_the_answer_and_nothing_else(server: FakeServer) -> None:

@@ -23,7 +23,7 @@ def test_every_fault_is_reported_at_once_with_field_value_and_rule() -> None:
         "max_num_seqs": "many",
         "listen": "localhost",
         "gpu_memory_utilization": "1.5",
-        "executor": "ray",
+        "executor": "abacus",
         "model": "/nowhere/at/all",
     }
     with pytest.raises(ConfigurationError) as caught:
@@ -50,7 +50,12 @@ def test_every_fault_is_reported_at_once_with_field_value_and_rule() -> None:
         ("lease_s", 1.5),
         ("heartbeat_timeout_s", 0.5),
         ("step_timeout_s", 0.0),
-        ("tensor_parallel_size", 3),
+        ("tensor_parallel_size", 0),
+        ("worker_addresses", (("a",),)),
+        ("worker_addresses", (("a:0",),)),
+        ("worker_addresses", (("unix:",),)),
+        ("worker_addresses", (("dns:///workers",),)),
+        ("worker_addresses", (("a:1", "b:1"), ("a:1",))),
         ("dtype", "int4"),
         ("device", "abacus"),
         ("listen", "unix:"),
@@ -145,6 +150,36 @@ def test_auto_is_resolved_without_a_gpu(flags: dict[str, str], expected: tuple[o
     assert shown == expected
     assert after.log_format == "json"
     assert before == load_config(flags, {}), "the config that was given is not changed"
+
+
+@pytest.mark.parametrize(
+    ("text", "groups", "world_size"),
+    [
+        ("a:1,b:1, c:1", (("a:1", "b:1", "c:1"),), 3),
+        ("dns:///workers.default.svc:50061", (("dns:///workers.default.svc:50061",),), 1),
+        (
+            "unix:/run/0.sock,unix:/run/1.sock;[::1]:5,[::1]:6;",
+            (("unix:/run/0.sock", "unix:/run/1.sock"), ("[::1]:5", "[::1]:6")),
+            2,
+        ),
+    ],
+)
+def test_worker_addresses_choose_remote_and_say_how_many_ranks(
+    text: str, groups: tuple[tuple[str, ...], ...], world_size: int
+) -> None:
+    config = load_config({"worker_addresses": text, "model": "scripted"}, {})
+    assert config.worker_addresses == groups
+    after = resolve_auto(config, has_gpu=False, on_terminal=False, workers_elsewhere=True)
+    assert (after.executor, after.tensor_parallel_size) == ("remote", world_size)
+
+
+def test_no_executor_for_what_was_asked_is_a_fault_of_the_configuration() -> None:
+    with pytest.raises(ConfigurationError, match="needs to know where the workers are"):
+        resolve_auto(load_config({"model": "scripted"}, {}), has_gpu=False, on_terminal=False, workers_elsewhere=True)
+    config = load_config({"model": "demo", "executor": "mp", "tensor_parallel_size": "3"}, {})
+    with pytest.raises(ConfigurationError, match="has 2 devices on this machine, and 3 ranks are wanted"):
+        resolve_auto(config, has_gpu=True, num_gpus=2, on_terminal=False)
+    assert resolve_auto(config, has_gpu=True, num_gpus=4, on_terminal=False).executor == "mp"
 
 
 def test_auto_is_resolved_with_a_gpu() -> None:

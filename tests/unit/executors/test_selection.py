@@ -23,25 +23,45 @@ def test_auto_chooses_by_what_is_there(changes: dict[str, object], executor: str
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "executor", "reason"),
     [
-        ({"has_worker_addresses": True}, "remote (worker addresses are given)"),
-        ({"has_worker_addresses": True, "in_ray_placement_group": True}, "remote"),  # the order of the rules
-        ({"in_ray_placement_group": True}, "ray"),
-        ({"world_size": 9, "num_local_devices": 8}, "ray (9 ranks do not fit the 8 devices here)"),
+        ({"has_worker_addresses": True}, REMOTE, "worker addresses are given"),
+        ({"has_worker_addresses": True, "in_ray_placement_group": True}, REMOTE, ""),  # the order of the rules
+        ({"in_ray_placement_group": True}, RAY, "Ray placement group"),
+        ({"world_size": 9, "num_local_devices": 8}, RAY, "9 ranks do not fit the 8 devices here"),
+        ({"has_worker_addresses": True, "workers_elsewhere": True}, REMOTE, ""),
+        ({"in_ray_placement_group": True, "workers_elsewhere": True}, RAY, ""),
     ],
 )
-def test_auto_refuses_with_a_sentence_what_is_not_built(changes: dict[str, object], named: str) -> None:
-    choice = choose_executor(AUTO, surroundings(**changes))
+def test_auto_goes_elsewhere_where_that_is_where_workers_are(
+    changes: dict[str, object], executor: str, reason: str
+) -> None:
+    choice = choose_executor(AUTO, surroundings(ray_is_installed=True, **changes))
+    assert choice.executor == executor
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes", "sentence"),
+    [
+        (REMOTE, {}, "needs to know where the workers are"),
+        (MP, {"has_worker_addresses": True}, "executor mp has no use for: use remote"),
+        (UNI, {"workers_elsewhere": True}, "executor uni starts workers that end with it"),
+        (MP, {"workers_elsewhere": True}, "executor mp starts workers that end with it"),
+        (AUTO, {"workers_elsewhere": True}, "needs to know where the workers are"),
+        (RAY, {}, "executor ray (asked for) needs Ray: pip install"),
+        (UNI, {"world_size": 2}, "has one rank, and 2 are wanted"),
+        (MP, {"world_size": 2}, "1 devices on this machine, and 2 ranks"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_sentence(wanted: str, changes: dict[str, object], sentence: str) -> None:
+    choice = choose_executor(wanted, surroundings(**changes))
     assert choice.executor == ""
-    assert f"executor {named}" in choice.reason
-    assert "not built yet: use uni or mp" in choice.reason
+    assert sentence in choice.reason
 
 
 def test_what_was_asked_for_is_taken_where_it_works() -> None:
     assert choose_executor(UNI, surroundings(wants_own_process=True)).executor == UNI
     assert choose_executor(MP, surroundings()).executor == MP
-    for wanted in (REMOTE, RAY):
-        assert choose_executor(wanted, surroundings()).executor == ""
-    assert "has one rank, and 2 are wanted" in choose_executor(UNI, surroundings(world_size=2)).reason
-    assert "1 devices on this machine, and 2 ranks" in choose_executor(MP, surroundings(world_size=2)).reason
+    assert choose_executor(RAY, surroundings(ray_is_installed=True)).executor == RAY
+    assert choose_executor(REMOTE, surroundings(has_worker_addresses=True)).executor == REMOTE
