@@ -62,11 +62,10 @@ async def take(reader: BroadcastReader, count: int) -> list[bytes]:
 
 def traces() -> dict[str, object]:
     """What this process has open and mapped, and what has a name: equal before and after, or something leaked."""
+    places = ("/dev/shm", tempfile.gettempdir())
     return {
         "descriptors": sorted(os.listdir("/proc/self/fd")),
         "mappings": Path("/proc/self/maps").read_text().count("maniple-ring"),
         # By name: other tests at the same time have segments of their own.
-        "named": [
-            name for place in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(place) if "ring" in name
-        ],
+        "named": [name for place in places for name in os.listdir(place) if "maniple-ring" in name],
     }
