@@ -9,7 +9,8 @@ from control_plane.engine import Engine
 from control_plane.engine_status import EngineLimits
 from control_plane.executors.base import Executor
 from control_plane.executors.multiproc import MultiprocExecutor
-from control_plane.executors.selection import UNI
+from control_plane.executors.remote import RemoteExecutor
+from control_plane.executors.selection import REMOTE, UNI
 from control_plane.executors.uniproc import UniprocExecutor
 from control_plane.executors.worker_settings import WorkerSettings
 from control_plane.group.settings import GroupFacts, GroupSettings
@@ -20,22 +21,29 @@ from service_chassis.protocol.version import FEATURE_FULL_SAMPLING
 from service_chassis.scripted import parse_scripted
 
 
-def build_group(config: ControlPlaneConfig, model_path: str, owner_address: str) -> WorkerGroup:
-    """Return the group that the configuration asks for, not yet formed."""
+def build_group(config: ControlPlaneConfig, model_path: str, owner_address: str, *, group: int = 0) -> WorkerGroup:
+    """Return one of the groups that the configuration asks for, not yet formed."""
+    executor = build_executor(config, group=group)
+    return WorkerGroup(executor, _group_settings(config, model_path, owner_address), owner_id=secrets.token_hex(8))
+
+
+def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
+    """Return what starts or finds the ranks of one group; ``group`` counts the groups of worker addresses."""
     settings = WorkerSettings(
         device=config.device,
         num_threads=config.num_threads,
         report_interval_s=config.report_interval_s,
         idle_report_interval_s=config.idle_report_interval_s,
+        allow_insecure_serialization=config.allow_insecure_serialization,
         log_level=config.log_level,
         log_format=config.log_format,
     )
-    executor: Executor
+    world_size = config.tensor_parallel_size
     if config.executor == UNI:
-        executor = UniprocExecutor(settings)
-    else:
-        executor = MultiprocExecutor(world_size=config.tensor_parallel_size, settings=settings)
-    return WorkerGroup(executor, _group_settings(config, model_path, owner_address), owner_id=secrets.token_hex(8))
+        return UniprocExecutor(settings)
+    if config.executor == REMOTE:
+        return RemoteExecutor(config.worker_addresses[group], world_size=world_size, settings=settings)
+    return MultiprocExecutor(world_size=world_size, settings=settings)
 
 
 def build_engine(config: ControlPlaneConfig, group: WorkerGroup, facts: GroupFacts, tokenizer: Tokenizer) -> Engine:
