@@ -119,6 +119,7 @@ class BatchState:
             preempted=tuple(change.preempted),
             block_copies=tuple(change.block_copies),
             new_rows=tuple(change.new_rows),
+            resumed=tuple(change.resumed),
             table_changes=tuple(change.table_changes),
             rows=compute.rows,
             num_computed_tokens=num_computed,

@@ -76,6 +76,9 @@ class WorkerConfig:
     """Seconds that a new Steps stream may take to say Hello."""
     orphan_grace_s: float = setting(0.0, topic=_TOPIC, read=read_number, rule=at_least(0, at_most=86400))
     """Seconds of silence of the owner after which the rank exits; 0 is never. A rank never owned waits for ever."""
+    allow_plaintext_snapshot: bool = setting(False, topic=_TOPIC, read=read_switch)
+    """Send snapshots, which hold prompts and outputs, in plaintext over a network. Unix sockets, the loopback (a
+    sidecar's mTLS too) and TLS need no permission."""
     max_step_message_bytes: int = setting(
         64 << 20, topic=_TOPIC, read=read_whole, rule=at_least(1 << 20, at_most=1 << 30)
     )

@@ -18,7 +18,16 @@ from maniple.v1.scheduler_delta_pb2 import BlockChange, NewRequest, RowChange, R
 from service_chassis.errors import DeltaRefused
 from service_chassis.protocol.block_hash import HASH_BYTES
 from worker_service.batch_rows import BatchLimits, Row, RowDraft, RowState
-from worker_service.step_work import FinishedRow, Int32Array, Mode, NewRow, RowSampling, TableChange, TableOp
+from worker_service.step_work import (
+    FinishedRow,
+    Int32Array,
+    Mode,
+    NewRow,
+    ResumedRow,
+    RowSampling,
+    TableChange,
+    TableOp,
+)
 
 _MODES = {
     SchedulerDelta.MODE_UNSPECIFIED: Mode.RUN,
@@ -40,6 +49,7 @@ class Transition:
     preempted: list[int] = field(default_factory=list)
     block_copies: list[tuple[int, int, int]] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
+    resumed: list[ResumedRow] = field(default_factory=list)
     table_changes: list[TableChange] = field(default_factory=list)
     drafts: dict[int, RowDraft] = field(default_factory=dict)  # rows that are preempted, enter or are mentioned
     gone: set[int] = field(default_factory=set)  # rows that finish
@@ -348,6 +358,7 @@ class _Check:
         draft.state = RowState.PREFILL
         draft.num_prefill_tokens = change.num_prefill_tokens
         draft.num_computed_tokens = change.num_computed_tokens
+        self._next.resumed.append(ResumedRow(req_index, change.num_computed_tokens))
         self._change_tables(where, req_index, draft, change.blocks, allowed=("replace", "state_slot"))
         self._begin_prefill(where, draft)
 

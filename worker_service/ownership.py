@@ -109,6 +109,11 @@ class Ownership:
     def let_go(self) -> None:
         """Note that the owner left on purpose: the lease is free at once."""
         self._free = True
+        self.owner_address = ""
+
+    def orphaned(self, now: float) -> bool:
+        """Say whether the rank had an owner and nobody holds it now."""
+        return self.epoch > 0 and (self._free or self.lapsed(now))
 
     def tick(self, now: float) -> None:
         """Note that time passes. See the class."""

@@ -1,4 +1,4 @@
-"""Put gRPC in front of a rank: nothing but the passing on of messages."""
+"""Put gRPC in front of a rank: the passing on of messages, and who may have a snapshot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from maniple.v1 import worker_pb2
+from service_chassis.errors import WrongState
 from worker_service.rank import Rank
+from worker_service.snapshot import peer_refusal
 
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 
@@ -28,6 +30,10 @@ def worker_service_handler(rank: Rank) -> grpc.GenericRpcHandler:
 
 def _handler(method: MethodDescriptor, rank: Rank) -> grpc.RpcMethodHandler[Any, Any]:
     answer: Callable[[Any], Any] = rank.method(method.name)
+    if method.name == "Snapshot":
+        respond: Callable[[Any, Any], Any] = _guarded_snapshot(rank)
+    else:
+        respond = _streaming(answer) if method.server_streaming else _unary(answer)
     kind = (method.client_streaming, method.server_streaming)
     make: Callable[..., grpc.RpcMethodHandler[Any, Any]] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -36,7 +42,7 @@ def _handler(method: MethodDescriptor, rank: Rank) -> grpc.RpcMethodHandler[Any,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[kind]
     return make(
-        _streaming(answer) if method.server_streaming else _unary(answer),
+        respond,
         request_deserializer=GetMessageClass(method.input_type).FromString,
         response_serializer=_serialize,
     )
@@ -57,5 +63,21 @@ def _streaming(answer: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     # The interceptor iterates what this returns and closes it when the call ends.
     def respond(request: Any, context: Any) -> Any:
         return answer(request)
+
+    return respond
+
+
+def _guarded_snapshot(rank: Rank) -> Callable[[Any, Any], Any]:
+    allow_plaintext = rank.config.allow_plaintext_snapshot
+
+    def respond(request: Any, context: Any) -> Any:
+        refusal = peer_refusal(
+            context.peer(),
+            encrypted=b"ssl" in context.auth_context().get("transport_security_type", ()),
+            allow_plaintext=allow_plaintext,
+        )
+        if refusal:
+            raise WrongState(refusal)
+        return rank.snapshot(request)
 
     return respond

@@ -21,7 +21,7 @@ from worker_service.process_group import ProcessGroup, form_process_group
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, ModelRunner, Progress
 from worker_service.runners import make_runner
 from worker_service.step_loop import StepLoop, freeze_collector
-from worker_service.steps import Steps, new_batch
+from worker_service.steps import Steps
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ class Stages:
             assert self._loaded is not None
             _check_limits(limits, *self._loaded)
             kv_bytes = await self._on_device("allocate", lambda _: self._runner.allocate_kv_cache(limits.num_blocks))
-            self._steps.begin(new_batch(limits, self._loaded[1]))
+            self._steps.begin(limits, self._loaded[1])
             self.limits = limits
             self.stage = worker_pb2.WORKER_STAGE_ALLOCATED
             get_logger().info("kv_cache.allocated", num_blocks=limits.num_blocks, kv_bytes=kv_bytes)

@@ -22,8 +22,7 @@ from service_chassis.protocol.digest import MASK64
 from service_chassis.telemetry import get_logger
 from worker_service.heartbeat import Vitals
 from worker_service.runner import ModelRunner
-from worker_service.step_work import Mode, NewRow, StepOutput, StepWork
-from worker_service.tombstones import Tombstone, Tombstones
+from worker_service.step_work import Mode, StepOutput, StepWork
 
 T = TypeVar("T")
 
@@ -58,7 +57,6 @@ class StepLoop:
 
     Args:
         vitals: its ``running`` is written here.
-        tombstones: rows that leave are buried here.
         post: hands a callback to the event loop; must be safe from any thread.
         on_completed: called on the event loop, in step order.
         on_failed: called on the event loop, at most once, with the step.
@@ -67,20 +65,18 @@ class StepLoop:
     def __init__(
         self,
         vitals: Vitals,
-        tombstones: Tombstones,
         post: Callable[[Callable[[], None]], None],
         on_completed: Callable[[CompletedStep], None],
         on_failed: Callable[[int, Exception], None],
     ) -> None:
         self.runner: ModelRunner | None = None  # device thread, set by the call that loads
         self._vitals = vitals
-        self._tombstones = tombstones
         self._post = post
         self._on_completed = on_completed
         self._on_failed = on_failed
         # Bounded by who submits: the reader of Steps refuses deltas beyond what may be outstanding.
         self._queue: SimpleQueue[tuple[StepWork, int] | _Call[object] | None] = SimpleQueue()
-        self._rows: dict[int, NewRow] = {}  # req_index -> as it entered; device thread
+        self._row_keys: dict[int, int] = {}  # by req_index; device thread
         self._token_digest = 0  # over the known tokens of all rows; device thread
         self._failed = False  # device thread
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -105,7 +101,7 @@ class StepLoop:
 
     def forget_rows(self) -> None:
         """Drop all rows; weights and memory stay. Device thread."""
-        self._rows.clear()
+        self._row_keys.clear()
         self._token_digest = 0
         if self.runner is not None:
             self.runner.reset()
@@ -123,12 +119,12 @@ class StepLoop:
         started_ns = time.perf_counter_ns()
         self._vitals.running = (work.step, time.monotonic())
         try:
-            self._bury(work, runner)
-            runner.apply(work)
             output = None
             if work.mode is Mode.APPLY_ONLY:
-                self._token_digest += sum(self._tokens_digest(row, runner) for row in work.new_rows)
+                self._apply_only(work, runner)
             else:
+                self._note_keys(work)
+                runner.apply(work)
                 output = runner.execute(work)
                 self._token_digest = output.token_digest
         except Exception as error:
@@ -146,31 +142,21 @@ class StepLoop:
         self._vitals.running = (0, 0.0)
         self._post(lambda: self._on_completed(done))
 
-    def _bury(self, work: StepWork, runner: ModelRunner) -> None:
-        """Keep what rows knew that leave with this step, before the runner forgets them."""
-        now = time.monotonic()
-        for row in work.finished:
-            entered = self._rows.pop(row.req_index)
-            if work.mode is Mode.APPLY_ONLY:  # else the runner says what is left
-                self._token_digest -= self._tokens_digest(entered, runner)
-            tokens = runner.known_tokens(row.req_index)[: row.num_tokens]
-            self._tombstones.add(
-                Tombstone(
-                    request_id=entered.request_id,
-                    sample_index=entered.sample_index,
-                    token_ids=tuple(tokens),
-                    num_prompt_tokens=entered.num_prompt_tokens,
-                    reason=row.reason,
-                    control_blob=entered.control_blob,
-                    buried_at=now,
-                )
-            )
-        for entering in work.new_rows:
-            self._rows[entering.req_index] = entering
+    def _apply_only(self, work: StepWork, runner: ModelRunner) -> None:
+        """Apply a step in which nothing computes, so that nobody else says what the token digest becomes."""
+        self._token_digest -= sum(self._tokens_digest(row.req_index, runner) for row in work.finished)
+        self._note_keys(work)
+        runner.apply(work)
+        self._token_digest += sum(self._tokens_digest(row.req_index, runner) for row in work.new_rows)
 
-    @staticmethod
-    def _tokens_digest(row: NewRow, runner: ModelRunner) -> int:
-        return token_terms_sum(row.row_key, 0, runner.known_tokens(row.req_index))
+    def _note_keys(self, work: StepWork) -> None:
+        for row in work.finished:
+            del self._row_keys[row.req_index]
+        for entering in work.new_rows:
+            self._row_keys[entering.req_index] = entering.row_key
+
+    def _tokens_digest(self, req_index: int, runner: ModelRunner) -> int:
+        return token_terms_sum(self._row_keys[req_index], 0, runner.known_tokens(req_index))
 
 
 def freeze_collector() -> None:

@@ -88,6 +88,14 @@ class FinishedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumedRow:
+    """A preempted row that gets blocks again, by a table change in the same work."""
+
+    req_index: int
+    num_computed_tokens: int  # found in the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
 class StepWork:
     """One step, ready for the device thread, which applies it in the order of the fields and then computes.
 
@@ -103,6 +111,7 @@ class StepWork:
     preempted: tuple[int, ...] = ()  # tables are emptied, tokens stay
     block_copies: tuple[tuple[int, int, int], ...] = ()  # (kv_group, src, dst); read all sources first
     new_rows: tuple[NewRow, ...] = ()
+    resumed: tuple[ResumedRow, ...] = ()
     table_changes: tuple[TableChange, ...] = ()
     rows: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     num_computed_tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from maniple.v1 import scheduler_delta_pb2, worker_pb2
@@ -27,6 +28,7 @@ from service_chassis.interceptors import as_maniple_error
 from service_chassis.protocol.delta_log import DeltaLog, StepLog
 from service_chassis.telemetry import get_logger
 from worker_service.batch_state import BatchLimits, BatchState
+from worker_service.completed_batch import CompletedBatch
 from worker_service.config import WorkerConfig
 from worker_service.heartbeat import Failure, Vitals
 from worker_service.ownership import Ownership
@@ -34,11 +36,13 @@ from worker_service.runner import ModelFacts
 from worker_service.step_loop import CompletedStep, StepLoop
 from worker_service.step_work import Mode
 from worker_service.steps_stream import StepsStream
+from worker_service.tombstones import Tombstones
 
 # The owner keeps at most max_steps_in_flight deltas that compute outstanding, but bookkeeping ones are settled by their
 # acceptance and pile up behind a long step. More than this is an owner out of its mind.
 _MAX_QUEUED_STEPS = 4096
 _MIN_RING = 64
+_NO_TOKENS = np.zeros(0, np.int32)
 
 Goodbye = worker_pb2.StepsRequest.Goodbye
 Results = StepLog[scheduler_delta_pb2.StepResult]
@@ -49,11 +53,12 @@ class Batch:
     """What belongs to one formation with its limits: gone as a whole when the batch is dropped."""
 
     state: BatchState
+    completed: CompletedBatch
     deltas: DeltaLog  # as they were accepted, for an adopter
     results: Results
 
 
-def new_batch(limits: worker_pb2.GroupLimits, facts: ModelFacts) -> Batch:
+def _new_batch(limits: worker_pb2.GroupLimits, facts: ModelFacts, tombstones: Tombstones) -> Batch:
     """Return an empty batch with rings that outlast what may be outstanding."""
     batch_limits = BatchLimits(
         max_num_seqs=limits.max_num_seqs,
@@ -65,7 +70,7 @@ def new_batch(limits: worker_pb2.GroupLimits, facts: ModelFacts) -> Batch:
         num_kv_groups=facts.num_kv_groups,
     )
     ring = max(2 * limits.max_steps_in_flight, _MIN_RING)
-    return Batch(BatchState(batch_limits), DeltaLog(ring), Results(ring))
+    return Batch(BatchState(batch_limits), CompletedBatch(batch_limits, tombstones), DeltaLog(ring), Results(ring))
 
 
 class Steps:
@@ -77,6 +82,7 @@ class Steps:
         ownership: Ownership,
         vitals: Vitals,
         step_loop: StepLoop,
+        tombstones: Tombstones,
         on_failure: Callable[[Failure], None],
         on_goodbye: Callable[[Goodbye.Kind.ValueType], None],
     ) -> None:
@@ -86,13 +92,14 @@ class Steps:
         self._ownership = ownership
         self._vitals = vitals
         self._step_loop = step_loop
+        self._tombstones = tombstones
         self._on_failure = on_failure
         self._on_goodbye = on_goodbye
         self._stream: StepsStream | None = None
 
-    def begin(self, batch: Batch) -> None:
-        """Start counting steps of a formation."""
-        self.batch = batch
+    def begin(self, limits: worker_pb2.GroupLimits, facts: ModelFacts) -> None:
+        """Start counting steps of a formation, with an empty batch."""
+        self.batch = batch = _new_batch(limits, facts, self._tombstones)
         self._vitals.accepted = (batch.state.accepted, batch.state.digest)
         self._vitals.completed = (batch.state.accepted, 0)
 
@@ -235,6 +242,7 @@ class Steps:
         if due - self._vitals.completed[0] > _MAX_QUEUED_STEPS:
             raise DeltaRefused(f"step {delta.step}: more than {_MAX_QUEUED_STEPS} deltas wait for the device")
         work = batch.state.apply(delta)
+        batch.completed.accept(delta.step, delta.new_requests, time.monotonic())
         batch.deltas.append(delta.step, raw)
         self._vitals.accepted = (batch.state.accepted, batch.state.digest)
         self._step_loop.submit(work)
@@ -246,6 +254,8 @@ class Steps:
         batch, step = self.batch, done.work.step
         if batch is None or step != self._vitals.completed[0] + 1:
             return  # of a batch that was dropped
+        sampled = done.output.token_ids if done.output is not None else _NO_TOKENS
+        batch.completed.complete(done.work, sampled, done.token_digest, time.monotonic())
         self._vitals.completed = (step, done.token_digest)
         if done.work.mode is not Mode.RUN or done.output is None:
             return

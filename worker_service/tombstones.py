@@ -1,49 +1,62 @@
 """Remember rows that left, for an owner that comes later: their tokens, and why they ended (PROTOCOL B9).
 
-Pure, except that it is written by the device thread and read by the event loop: one lock, held for moments.
+Pure; used by the event loop alone.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from dataclasses import dataclass
+
+from worker_service.step_work import Int32Array
 
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
     request_id: str
     sample_index: int
-    token_ids: tuple[int, ...]  # prompt and output tokens that count; what was sampled past a stop is not among them
+    token_ids: Int32Array  # prompt and output tokens that count; what was sampled past a stop is not among them
     num_prompt_tokens: int
     reason: int  # RowFinished.Reason
     control_blob: bytes
-    buried_at: float  # on the worker's monotonic clock
 
 
 class Tombstones:
-    """The last ``max_kept`` rows that left, each for ``keep_s``."""
+    """The last ``max_kept`` rows that left, each for ``keep_s`` while somebody owns the rank.
+
+    Their clock stands still between two owners: whoever lost its stream with the first can only ask the second.
+    """
 
     def __init__(self, *, keep_s: float = 60.0, max_kept: int = 1024) -> None:
         self._keep_s = keep_s
-        self._kept: deque[Tombstone] = deque(maxlen=max_kept)  # by buried_at, ascending
-        self._lock = threading.Lock()
+        self._kept: deque[tuple[float, Tombstone]] = deque(maxlen=max_kept)  # when on our clock, ascending
+        self._stood_still_s = 0.0
+        self._last_expired: float | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, tombstone: Tombstone) -> None:
+    def add(self, now: float, tombstone: Tombstone) -> None:
         """Bury a row. The oldest goes where there are too many."""
-        with self._lock:
-            self._kept.append(tombstone)
+        self._kept.append((now - self._stood_still_s, tombstone))
 
-    def expire(self, now: float, orphaned_for_s: float = 0.0) -> None:
-        """Forget rows that left more than ``keep_s`` ago. Their clock stands still while the rank is orphaned."""
-        with self._lock:
-            while self._kept and now - orphaned_for_s - self._kept[0].buried_at > self._keep_s:
-                self._kept.popleft()
+    def expire(self, now: float, *, orphaned: bool = False) -> None:
+        """Forget rows that left more than ``keep_s`` ago. To be called often.
 
-    def all(self) -> list[Tombstone]:
-        """Return what is kept, oldest first."""
-        with self._lock:
-            return list(self._kept)
+        Args:
+            now: monotonic.
+            orphaned: nobody owned the rank since the call before, so that time does not count.
+        """
+        if orphaned and self._last_expired is not None:
+            self._stood_still_s += now - self._last_expired
+        self._last_expired = now
+        while self._kept and now - self._stood_still_s - self._kept[0][0] > self._keep_s:
+            self._kept.popleft()
+
+    def all(self, now: float) -> list[tuple[Tombstone, float]]:
+        """Return what is kept with its age in seconds, oldest first."""
+        return [(tombstone, max(0.0, now - self._stood_still_s - at)) for at, tombstone in self._kept]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._kept.clear()

@@ -8,7 +8,6 @@ import pytest
 from service_chassis.protocol.delta_log import StepLog
 from service_chassis.telemetry import LogFormat, get_logger
 from support.logs import captured_log
-from worker_service.tombstones import Tombstone, Tombstones
 
 
 def test_step_log_returns_what_comes_after_a_step() -> None:
@@ -32,28 +31,6 @@ def test_step_log_refuses_a_step_out_of_order() -> None:
     log.append(3, 3)
     with pytest.raises(AssertionError):
         log.append(3, 3)
-
-
-def tombstone(number: int, at: float) -> Tombstone:
-    return Tombstone(f"r{number}", 0, (1, 2), 1, 1, b"", at)
-
-
-def test_tombstones_keep_the_last_and_only_for_a_while() -> None:
-    kept = Tombstones(keep_s=60, max_kept=3)
-    for number in range(5):
-        kept.add(tombstone(number, at=float(number)))
-    assert [one.request_id for one in kept.all()] == ["r2", "r3", "r4"]
-    kept.expire(now=63.5)
-    assert [one.request_id for one in kept.all()] == ["r4"]
-
-
-def test_tombstones_do_not_age_while_orphaned() -> None:
-    kept = Tombstones(keep_s=60)
-    kept.add(tombstone(0, at=0.0))
-    kept.expire(now=100.0, orphaned_for_s=50.0)
-    assert len(kept) == 1
-    kept.expire(now=111.0, orphaned_for_s=50.0)
-    assert len(kept) == 0
 
 
 def test_log_lines_are_json_on_a_pipe_whoever_wrote_them() -> None:

@@ -13,7 +13,6 @@ from service_chassis.protocol.arrays import token_terms_sum
 from worker_service.heartbeat import Vitals
 from worker_service.step_loop import CompletedStep, StepLoop
 from worker_service.step_work import FinishedRow, Mode, NewRow, RowSampling, StepOutput, StepWork
-from worker_service.tombstones import Tombstones
 
 
 class NotingRunner:
@@ -49,7 +48,6 @@ class NotingRunner:
 class Harness:
     def __init__(self) -> None:
         self.runner = NotingRunner()
-        self.tombstones = Tombstones()
         self.completed: list[CompletedStep] = []
         self.failures: list[tuple[int, Exception]] = []
         self.vitals = Vitals("x")
@@ -57,9 +55,7 @@ class Harness:
         def post(callback: Callable[[], None]) -> None:
             callback()
 
-        self.loop = StepLoop(
-            self.vitals, self.tombstones, post, self.completed.append, lambda *failure: self.failures.append(failure)
-        )
+        self.loop = StepLoop(self.vitals, post, self.completed.append, lambda *failure: self.failures.append(failure))
         self.loop.runner = self.runner  # type: ignore[assignment]
         self.loop.start()
 
@@ -110,21 +106,6 @@ def test_step_that_raises_is_the_end(harness: Harness) -> None:
     [(step, error)] = harness.failures
     assert (step, str(error)) == (2, "the device is on fire")
     assert harness.vitals.running == (0, 0.0)
-
-
-def test_row_that_leaves_is_buried_with_the_tokens_that_count(harness: Harness) -> None:
-    harness.loop.submit(StepWork(1, Mode.RUN, new_rows=(new(0, 5, 6),)))
-    harness.loop.submit(StepWork(2, Mode.RUN))
-    # The row leaves and another takes its place in the same step.
-    harness.loop.submit(StepWork(3, Mode.RUN, finished=(FinishedRow(0, 1, 3),), new_rows=(new(0, 7),)))
-    harness.flush()
-    [buried] = harness.tombstones.all()
-    assert (buried.request_id, buried.sample_index, buried.control_blob) == ("r0", 2, b"blob")
-    assert buried.token_ids == (5, 6, 101)  # 102 was sampled past the stop
-    assert buried.num_prompt_tokens == 2
-    harness.loop.submit(StepWork(4, Mode.APPLY_ONLY, finished=(FinishedRow(0, 3, 1),)))
-    harness.flush()
-    assert [one.token_ids for one in harness.tombstones.all()] == [(5, 6, 101), (7,)]
 
 
 def test_token_digest_of_a_bookkeeping_step_is_that_of_the_rows_left(harness: Harness) -> None:
