@@ -81,6 +81,15 @@ def test_token_digest_is_the_formula_over_what_the_worker_knows():
     bench.check_outputs(requests)
 
 
+def test_both_digests_hold_when_rows_are_many():
+    bench = Bench(max_num_seqs=150, max_num_batched_tokens=600, num_blocks=900)  # ``check`` compares both
+    requests = [bench.add(make_request(f"r{n}", prompt(1 + n % 9, n), 1 + n % 11)) for n in range(220)]
+    bench.run()
+    assert max(len(plan.rows) for plan in bench.plans) > 130
+    bench.check_outputs(requests)
+    bench.check_empty()
+
+
 def test_steady_delta_is_a_few_bytes_and_names_no_row():
     bench = Bench(block_size=16, num_blocks=99)
     seen = watched(bench)
