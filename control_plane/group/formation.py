@@ -1,24 +1,22 @@
-"""Make a group out of ranks: ask for the epoch, then the stages of DESIGN section 4, each a typed call on all ranks."""
+"""Make a group out of ranks: the stages of DESIGN section 4, each a typed call on all ranks, under one grant."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 from google.protobuf.message import Message
 
 from control_plane.executors.base import Executor, RankCallError
-from control_plane.executors.collective import start_on_all
+from control_plane.group.claim import Grant, HeldByOther, claim
 from control_plane.group.kv_sizing import KvMemory, KvPlan, plan_kv_cache
-from control_plane.group.loss import GroupNotFormed, LossReason
+from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
 from control_plane.group.settings import GroupFacts, GroupSettings, ModelOnRanks
 from maniple.v1 import worker_pb2
 from service_chassis.errors import InvalidParameter
 from service_chassis.ids import Epoch, Rank, Step
-from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, MAX_PROTOCOL_VERSION, MIN_PROTOCOL_VERSION
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
@@ -26,15 +24,6 @@ log = get_logger()
 M = TypeVar("M", bound=Message)
 # (stage, rank, share done in [0, 1], what for people)
 ProgressCallback = Callable[[str, Rank, float, str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """All ranks granted the epoch."""
-
-    epoch: Epoch
-    incarnations: Mapping[Rank, str]
-    features: frozenset[str]  # those that every rank has; another one is not used
 
 
 class Formation:
@@ -56,18 +45,24 @@ class Formation:
         self._progress = progress
         self._on_granted = on_granted
         self._started_at = time.monotonic()
-        self._version = 0  # of the protocol; the highest that all speak
         self.stage = ""
 
-    async def run(self) -> GroupFacts:
+    async def run(self, grant: Grant | None = None) -> GroupFacts:
         """Form the group.
+
+        Args:
+            grant: of ranks that were started and joined already; without, that is done first.
 
         Raises:
             ManipleError: a rank refused with a status of the table, e.g. InvalidParameter for a bad model.
-            GroupNotFormed: a rank is missing, failed or did not answer in time.
+            GroupNotFormed: a rank is missing, failed or did not answer in time, or has another owner.
         """
         try:
-            return await self._run()
+            return await self._run(grant or await self._start_and_join())
+        except HeldByOther as error:
+            raise GroupNotFormed(
+                LossReason(None, f"another owner holds the group: {error}", LossKind.FENCED)
+            ) from error
         except RankCallError as error:
             if isinstance(error.error, InvalidParameter):  # what was asked for is wrong, no rank is
                 raise error.error from error
@@ -76,12 +71,14 @@ class Formation:
             reason = f"rank {error.rank}{where} failed at {self.stage}: {error.method}: {error.cause}"
             raise GroupNotFormed(LossReason(error.rank, reason)) from error
 
-    async def _run(self) -> GroupFacts:
-        settings = self._settings
+    async def _start_and_join(self) -> Grant:
         self._enter("start")
         await self._executor.start(timeout_s=self._left_s())
         self._enter("join")
-        grant = await self._join()
+        return await claim(self._executor, self._settings, owner_id=self._owner_id, left_s=self._left_s)
+
+    async def _run(self, grant: Grant) -> GroupFacts:
+        settings = self._settings
         self._on_granted(grant)
         epoch = grant.epoch
 
@@ -156,42 +153,6 @@ class Formation:
             duration_s=round(facts.formed_in_s, 3),
         )
         return facts
-
-    async def _join(self) -> Grant:
-        """Get the epoch from rank 0 first: who holds rank 0, and only who does, asks the others (PROTOCOL C1)."""
-        described = await self._on_all("Describe", worker_pb2.DescribeRequest(), worker_pb2.DescribeResponse)
-        for rank, description in enumerate(described):
-            lowest, highest = description.min_protocol_version, description.max_protocol_version
-            if highest < MIN_PROTOCOL_VERSION or lowest > MAX_PROTOCOL_VERSION:
-                ours = f"{MIN_PROTOCOL_VERSION} to {MAX_PROTOCOL_VERSION}"
-                reason = f"rank {rank} speaks versions {lowest} to {highest} of the protocol, and we speak {ours}"
-                raise GroupNotFormed(LossReason(Rank(rank), reason))
-        self._version = min(MAX_PROTOCOL_VERSION, *(description.max_protocol_version for description in described))
-        epoch = Epoch(max(description.epoch for description in described) + 1)
-        joined: dict[Rank, worker_pb2.JoinResponse] = {}
-        first, *others = self._executor.ranks
-        for ranks in ((first,), tuple(others)):
-            if ranks:
-                calls = {rank: self._join_rank(rank, epoch) for rank in ranks}
-                replies = await start_on_all("Join", calls, timeout_s=self._left_s())
-                joined |= zip(ranks, cast("list[worker_pb2.JoinResponse]", replies), strict=True)
-        features = frozenset.intersection(*(frozenset(reply.features) for reply in joined.values()))
-        log.info("epoch.held", epoch=epoch, owner_id=self._owner_id, num_ranks=len(joined), features=sorted(features))
-        incarnations = {rank: reply.incarnation_id for rank, reply in joined.items()}
-        return Grant(epoch=epoch, incarnations=incarnations, features=features)
-
-    async def _join_rank(self, rank: Rank, epoch: Epoch) -> Message:
-        request = worker_pb2.JoinRequest(
-            epoch=epoch,
-            owner_id=self._owner_id,
-            owner_address=self._settings.owner_address,
-            protocol_version=self._version,
-            features=[FEATURE_FULL_SAMPLING],
-            rank=rank,
-            world_size=self._executor.world_size,
-            lease_ms=int(self._settings.lease_s * 1000),
-        )
-        return await self._executor.call(rank, "Join", request, timeout_s=self._left_s())
 
     def _load_request(self, epoch: Epoch) -> worker_pb2.LoadModelRequest:
         settings = self._settings

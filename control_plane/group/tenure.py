@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from control_plane.executors.base import Executor, RankExit
-from control_plane.group.formation import Grant
+from control_plane.group.claim import Grant
 from control_plane.group.rank_reports import RankReports
 from control_plane.group.rank_stream import RankStream, StreamTiming
 from control_plane.group.settings import GroupSettings, RankStatus

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from control_plane.executors.base import Executor, RankExit
-from control_plane.group.formation import Formation, Grant, ProgressCallback
+from control_plane.group.claim import Grant
+from control_plane.group.formation import Formation, ProgressCallback
 from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
 from control_plane.group.rank_stream import RankStream
 from control_plane.group.settings import GroupFacts, GroupSettings, RankStatus
