@@ -13,10 +13,12 @@ from control_plane.executors.rpc_errors import error_of_call
 from maniple.v1 import rank_health_pb2, rank_health_pb2_grpc, worker_pb2, worker_pb2_grpc
 from service_chassis.ids import Rank
 
+_METHODS = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods
 _UNARY_METHODS = frozenset(
-    method.name
-    for method in worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods
-    if not (method.client_streaming or method.server_streaming)
+    method.name for method in _METHODS if not (method.client_streaming or method.server_streaming)
+)
+_PARTS_METHODS = frozenset(
+    method.name for method in _METHODS if method.server_streaming and not method.client_streaming
 )
 
 
@@ -24,6 +26,12 @@ def check_unary(method: str) -> None:
     """Raise ``ValueError`` unless ``method`` is a unary call of WorkerService."""
     if method not in _UNARY_METHODS:
         raise ValueError(f"{method} is not a unary call of WorkerService")
+
+
+def check_parts(method: str) -> None:
+    """Raise ``ValueError`` unless ``method`` is a call of WorkerService that answers in parts."""
+    if method not in _PARTS_METHODS:
+        raise ValueError(f"{method} is not a call of WorkerService that answers in parts")
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -67,6 +75,18 @@ class GrpcRank:
         except grpc.aio.AioRpcError as error:
             raise error_of_call(error) from None
         return cast("Message", reply)
+
+    async def stream(self, method: str, request: Message, *, timeout_s: float) -> AsyncIterator[Message]:
+        """Call a method that answers in parts; raises as ``Executor.stream``."""
+        check_parts(method)
+        call = getattr(self._worker, method)(request, timeout=timeout_s)
+        try:
+            async for part in call:
+                yield part
+        except grpc.aio.AioRpcError as error:
+            raise error_of_call(error) from None
+        finally:
+            call.cancel()
 
     async def open_steps(self) -> GrpcStepsConnection:
         """Open a Steps stream. The connection itself is made by the first write."""

@@ -114,6 +114,10 @@ class MultiprocExecutor(Executor):
                 raise error from None
             raise ConnectionError(f"the process ended: {child.cause}") from error
 
+    def stream(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> AsyncIterator[Message]:
+        """See ``Executor``."""
+        return self._reached[rank].stream(method, request, timeout_s=timeout_s)
+
     async def open_steps(self, rank: Rank) -> StepsConnection:
         """Open a Steps stream to a child."""
         return await self._reached[rank].open_steps()

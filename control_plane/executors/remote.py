@@ -145,6 +145,10 @@ class RemoteExecutor(Executor):
             raise ConnectionError("the rank was not found yet")
         return reached
 
+    def stream(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> AsyncIterator[Message]:
+        """See ``Executor``."""
+        return self._reach_of(rank).stream(method, request, timeout_s=timeout_s)
+
     async def open_steps(self, rank: Rank) -> StepsConnection:
         """Open a Steps stream."""
         return await self._reach_of(rank).open_steps()

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.message import Message
 
 from control_plane.executors.base import Executor, RankCallError, RankExit, StepsConnection
-from control_plane.executors.grpc_rank import check_unary
+from control_plane.executors.grpc_rank import check_parts, check_unary
 from control_plane.executors.worker_settings import WorkerSettings
 from maniple.v1 import rank_health_pb2, worker_pb2
 from service_chassis.ids import Rank
@@ -66,6 +67,13 @@ class UniprocExecutor(Executor):
         check_unary(method)
         async with asyncio.timeout(timeout_s):
             return await self._rank.call(method, request)
+
+    async def stream(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> AsyncIterator[Message]:
+        """Yield what the rank's method of that name yields."""
+        check_parts(method)
+        async with asyncio.timeout(timeout_s), aclosing(self._rank.method(method)(request)) as parts:
+            async for part in parts:
+                yield part
 
     def function_caller(
         self, function: Callable[[Any], object], epoch: int

@@ -1,4 +1,4 @@
-"""Ask the ranks of a group for an epoch (PROTOCOL C1): rank 0 first, and who holds rank 0, and only who does, the others."""
+"""Ask the ranks of a group for an epoch: rank 0 first, and only who holds rank 0 asks the others (PROTOCOL C1)."""
 
 from __future__ import annotations
 

@@ -85,6 +85,8 @@ class Formation:
         self._enter("form")
         formation_id = secrets.token_hex(8)
         world_size = self._executor.world_size
+        first = self._executor.ranks[0]
+        rendezvous = self._reachable(first, grant.joined[first].rendezvous)
 
         def form_request(rank: Rank) -> worker_pb2.FormGroupRequest:
             return worker_pb2.FormGroupRequest(
@@ -92,6 +94,7 @@ class Formation:
                 formation_id=formation_id,
                 rank=rank,
                 world_size=world_size,
+                rendezvous=rendezvous,
                 tensor_parallel_size=world_size,
                 timeout_ms=int(self._left_s() * 1000),
             )
@@ -153,6 +156,14 @@ class Formation:
             duration_s=round(facts.formed_in_s, 3),
         )
         return facts
+
+    def _reachable(self, rank: Rank, address: str) -> str:
+        """Return ``address`` with its host: where it names only a port, that is where we reach the rank itself."""
+        if not address.startswith(":"):
+            return address
+        ours, _ = self._executor.describe_rank(rank)
+        host = "127.0.0.1" if ours.startswith("unix:") else ours.rpartition(":")[0].rpartition("/")[2]
+        return host + address
 
     def _load_request(self, epoch: Epoch) -> worker_pb2.LoadModelRequest:
         settings = self._settings

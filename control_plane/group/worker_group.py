@@ -247,6 +247,8 @@ class WorkerGroup:
         is_fenced = self.loss is not None and self.loss.kind is LossKind.FENCED
         if self._tenure is not None:
             self._tenure.silence()
+            if self.loss is None and self.executor.outlives_owner and not self._has_parted:
+                await self.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_RELEASE)  # we go, they wait for the next
             if not (is_fenced or self._has_parted):
                 farewells = (self._dismiss(self._tenure, stream, reason) for stream in self._tenure.streams)
                 await asyncio.gather(*farewells)
