@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from google.protobuf.message import Message
 
 from control_plane.executors.base import Executor, RankCallError, RankExit, StepsConnection
-from control_plane.executors.child_process import ChildProcess
 from control_plane.executors.exit_board import ExitBoard
 from control_plane.executors.grpc_rank import GrpcRank
 from control_plane.executors.private_directory import PrivateDirectory
 from control_plane.executors.worker_settings import WorkerSettings
 from maniple.v1 import rank_health_pb2, worker_pb2
+from service_chassis.child_process import ChildProcess
 from service_chassis.ids import Rank
 from service_chassis.telemetry import get_logger
 
@@ -61,24 +61,14 @@ class MultiprocExecutor(Executor):
         await asyncio.gather(*(self._await_answer(rank, timeout_s) for rank in self.ranks))
 
     def _arguments(self, rank: Rank, target: str, health_target: str, parent_fd: int) -> list[str]:
-        settings = self._settings
-        flags = {
-            "listen": target,
-            "health-listen": health_target,
-            "rank": rank,
-            "world-size": self.world_size,
-            "device": settings.device,
-            "num-threads": settings.num_threads,
-            "parent-fd": parent_fd,
-            "report-interval-s": settings.report_interval_s,
-            "idle-report-interval-s": settings.idle_report_interval_s,
-            "orphan-grace-s": 0,  # the lifeline ends them, silence never does (PROTOCOL C6)
-            "max-step-message-bytes": settings.max_step_message_bytes,
-            "allow-insecure-serialization": settings.allow_insecure_serialization,
-            "log-level": settings.log_level,
-            "log-format": settings.log_format,
-        }
-        return ["-m", "worker_service", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+        return self._settings.arguments(
+            rank,
+            self.world_size,
+            listen=target,
+            health_listen=health_target,
+            orphan_grace_s=0,  # the lifeline ends them, silence never does (PROTOCOL C6)
+            parent_fd=parent_fd,
+        )
 
     async def _await_answer(self, rank: Rank, timeout_s: float) -> None:
         """Ask until the rank answers, it ends, or time is over."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from service_chassis.ids import Rank
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
@@ -17,3 +19,25 @@ class WorkerSettings:
     allow_insecure_serialization: bool = False
     log_level: str = "info"
     log_format: str = "auto"
+
+    def arguments(
+        self, rank: Rank, world_size: int, *, listen: str, health_listen: str, orphan_grace_s: float, **more: object
+    ) -> list[str]:
+        """Return the command line of one rank, behind ``python``."""
+        flags = {
+            "listen": listen,
+            "health-listen": health_listen,
+            "rank": rank,
+            "world-size": world_size,
+            "device": self.device,
+            "num-threads": self.num_threads,
+            "report-interval-s": self.report_interval_s,
+            "idle-report-interval-s": self.idle_report_interval_s,
+            "orphan-grace-s": orphan_grace_s,
+            "max-step-message-bytes": self.max_step_message_bytes,
+            "allow-insecure-serialization": self.allow_insecure_serialization,
+            "log-level": self.log_level,
+            "log-format": self.log_format,
+            **{name.replace("_", "-"): value for name, value in more.items()},
+        }
+        return ["-m", "worker_service", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]

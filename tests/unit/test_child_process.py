@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from control_plane.executors.base import RankExit
-from control_plane.executors.child_process import ChildProcess, exit_cause
 from control_plane.executors.exit_board import ExitBoard
 from control_plane.executors.private_directory import PrivateDirectory
+from service_chassis.child_process import ChildProcess, exit_cause
 from service_chassis.ids import Rank
 from support.waiting import until
 

@@ -1,4 +1,4 @@
-"""Run one worker as a child: start it, forward what it says, know at once when and why it ended."""
+"""Run one worker as a child process: start it, forward what it says, know at once when and why it ended."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|G
 class ChildProcess:
     """A started child. Holds nothing of who started it but the callback."""
 
-    def __init__(self, process: Process, on_exit: Callable[[str, tuple[str, ...]], None]) -> None:
+    def __init__(self, process: Process, on_exit: Callable[[str, tuple[str, ...]], None], prefix: str) -> None:
         self._process = process
+        self._prefix = prefix
         self._on_exit = on_exit
         self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
         self._log_task = asyncio.create_task(self._forward_log(), name=f"log-{process.pid}")
@@ -31,12 +32,18 @@ class ChildProcess:
 
     @classmethod
     async def start(
-        cls, arguments: Sequence[str], *, pass_fds: Sequence[int], on_exit: Callable[[str, tuple[str, ...]], None]
+        cls,
+        arguments: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        on_exit: Callable[[str, tuple[str, ...]], None],
+        prefix: str = "",
     ) -> ChildProcess:
         """Start ``python`` with ``arguments``; ``on_exit`` gets the cause and the last log lines, from the event loop.
 
         A new program, never a fork of this one: gRPC and CUDA survive no fork. A session of its own: Ctrl-C in a
-        terminal is for the control plane, which drains before it ends its workers.
+        terminal is for the control plane, which drains before it ends its workers. ``prefix`` comes before each line
+        of it that is passed on.
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -48,12 +55,17 @@ class ChildProcess:
             start_new_session=True,
             limit=_LONGEST_LINE_BYTES,
         )
-        return cls(process, on_exit)
+        return cls(process, on_exit, prefix)
 
     @property
     def pid(self) -> int:
         """Its process id, also after its end."""
         return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """What it ended with, negative for a signal; None while it runs."""
+        return self._process.returncode
 
     @property
     def log_tail(self) -> tuple[str, ...]:
@@ -66,14 +78,15 @@ class ChildProcess:
 
     async def end(self, *, grace_s: float) -> None:
         """End it: SIGTERM, and SIGKILL after ``grace_s``."""
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         done, _ = await asyncio.wait({self._exit_task}, timeout=grace_s)
         if not done:
-            self._signal(signal.SIGKILL)
+            self.signal(signal.SIGKILL)
         # A process in an uninterruptible system call outlives even SIGKILL; there is nothing more to do about it.
         await asyncio.wait({self._exit_task}, timeout=5.0)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it still runs."""
         if self._process.returncode is None:
             self._process.send_signal(number)
 
@@ -89,7 +102,7 @@ class ChildProcess:
                 return
             text = line.decode("utf-8", "replace").rstrip("\n")
             self._tail.append(text)
-            print(text, file=sys.stderr, flush=True)
+            print(self._prefix + text, file=sys.stderr, flush=True)
 
     async def _report_exit(self) -> None:
         code = await self._process.wait()
