@@ -30,6 +30,9 @@ class Platform(Protocol):
     name: str  # cpu, cuda
     device: torch.device
 
+    def share(self, num_ranks: int) -> None:
+        """Leave their share to the other ranks that run on the same host threads, ``num_ranks`` with this one."""
+
     def bind(self) -> None:
         """Make the device the calling thread's, with its share of host threads."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import psutil
 import torch
@@ -21,12 +21,16 @@ class CpuPlatform:
     name = "cpu"
 
     def __init__(self, num_threads: int) -> None:
-        """Take the threads of one forward; 0 is all cores this process may use."""
+        """Take the threads of one forward; 0 is all cores this process may use, or its share of them."""
         self.device = torch.device("cpu")
-        self._num_threads = num_threads or len(os.sched_getaffinity(0))
+        self._num_threads = num_threads
+        self._num_sharing = 1
+
+    def share(self, num_ranks: int) -> None:
+        self._num_sharing = num_ranks
 
     def bind(self) -> None:
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(self._num_threads or max(1, len(os.sched_getaffinity(0)) // self._num_sharing))
 
     def memory(self) -> MemoryReading:
         machine = psutil.virtual_memory()
@@ -50,7 +54,8 @@ class CpuPlatform:
 
     def kv_budget(self, reading: MemoryReading, base_bytes: int, utilization: float, needed_bytes: int) -> int:
         free = min(reading.available - (base_bytes - reading.own), int(reading.total * utilization) - base_bytes)
-        return max(0, min(int(free * _FREE_SHARE), needed_bytes, _DEFAULT_KV_BYTES))
+        # Ranks on one machine measure the same memory, each before any of them takes its blocks.
+        return max(0, min(min(int(free * _FREE_SHARE), _DEFAULT_KV_BYTES) // self._num_sharing, needed_bytes))
 
     def synchronize(self) -> None:
         pass
@@ -73,7 +78,7 @@ def _control_group_limits() -> list[tuple[int, int]]:
         else:
             continue
         # A container often sees its own group as the root; every group above limits too.
-        below = Path(path.lstrip("/"))
+        below = PurePosixPath(path.lstrip("/"))
         for folder in {root / part for part in (below, *below.parents)} | {root}:
             limit = _read_number(folder / limit_file)
             used = _read_number(folder / used_file)

@@ -20,6 +20,9 @@ class CudaPlatform:
             raise InvalidParameter("device", f"cuda:{index}", f"must be one of {torch.cuda.device_count()} devices")
         self.device = torch.device("cuda", index)
 
+    def share(self, num_ranks: int) -> None:
+        """The host has little to do; the device is this rank's own."""
+
     def bind(self) -> None:
         torch.cuda.set_device(self.device)
 
