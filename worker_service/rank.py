@@ -122,6 +122,8 @@ class Rank:
             version=importlib.metadata.version("maniple"),
             limits=self._stages.limits,
             model=self._stages.model,
+            step_us_per_token=self._stages.step_us_per_token,
+            backend=self._stages.backend,
             rank=self.config.rank,
             world_size=self.config.world_size,
         )

@@ -65,6 +65,16 @@ class Stages:
         return _model_description(self._loaded[1]) if self._loaded is not None else None
 
     @property
+    def step_us_per_token(self) -> float:
+        """What the profile found; 0 before."""
+        return self._profiled.step_us_per_token if self._profiled is not None else 0.0
+
+    @property
+    def backend(self) -> str:
+        """How the ranks reach each other; nothing before FormGroup."""
+        return self._group.backend if self._group is not None else ""
+
+    @property
     def model_source(self) -> str:
         """Where the loaded model came from, or nothing."""
         return self._loaded[1].source if self._loaded is not None else ""
