@@ -15,6 +15,7 @@ class StageProgress:
     rank: Rank
     share: float  # in [0, 1]
     detail: str = ""
+    group: str = ""  # where there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,17 @@ class Ready:
     address: str  # where clients connect, with the port that was taken
     model: str  # the preferred served name
     max_model_len: int
-    num_blocks: int  # without the null block
+    num_blocks: int  # of all groups, without their null blocks
     block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A group is gone; ``reason`` names the rank. ``Ready`` comes again when it was formed anew."""
+
+    reason: str
+    retry_in_s: float | None  # when it is formed anew; None: it is given up
+    group: str = ""  # where there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,8 @@ class Stopping:
 
     reason: str
     num_running: int = 0
+    wait_s: float = 0.0  # how long those may take
+    again: str = ""  # the signal that, sent once more, ends them at once
 
 
-Announcement = StageProgress | Ready | Stopping
+Announcement = StageProgress | Ready | Lost | Stopping

@@ -6,7 +6,7 @@ import secrets
 
 from control_plane.config import ControlPlaneConfig
 from control_plane.engine import Engine
-from control_plane.engine_status import EngineLimits
+from control_plane.engine_status import EngineLimits, RequestIds
 from control_plane.executors.base import Executor
 from control_plane.executors.multiproc import MultiprocExecutor
 from control_plane.executors.remote import RemoteExecutor
@@ -46,8 +46,14 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
     return MultiprocExecutor(world_size=world_size, settings=settings)
 
 
-def build_engine(config: ControlPlaneConfig, group: WorkerGroup, facts: GroupFacts, tokenizer: Tokenizer) -> Engine:
-    """Return an engine with an empty batch for a group that was just formed."""
+def build_engine(
+    config: ControlPlaneConfig,
+    group: WorkerGroup,
+    facts: GroupFacts,
+    tokenizer: Tokenizer,
+    ids: RequestIds | None = None,
+) -> Engine:
+    """Return an engine with an empty batch for a group that was just formed; ``ids`` as for ``Engine``."""
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=facts.max_num_seqs,
@@ -74,7 +80,12 @@ def build_engine(config: ControlPlaneConfig, group: WorkerGroup, facts: GroupFac
         dtype=facts.model.dtype,
     )
     return Engine(
-        scheduler=scheduler, group=group, tokenizer=tokenizer, limits=limits, model=config.served_model_name[0]
+        scheduler=scheduler,
+        group=group,
+        tokenizer=tokenizer,
+        limits=limits,
+        model=config.served_model_name[0],
+        ids=ids,
     )
 
 

@@ -144,6 +144,18 @@ class ControlPlaneConfig:
     tensor_parallel_size: int = setting(1, topic=GROUP, read=read_whole, rule=at_least(1), metavar="RANKS")
     """Workers that share each layer."""
 
+    data_parallel_size: int = setting(1, topic=GROUP, read=read_whole, rule=at_least(1, at_most=64), metavar="GROUPS")
+    """Groups of workers, each with the whole model. A request goes to the group that has the longest head of its prompt
+    cached, unless that one is overloaded; the requests of a lost group go on in another."""
+
+    on_group_loss: str = setting("reform", topic=GROUP, read=read_text, rule=one_of("reform", "exit"))
+    """What follows the loss of a group: reform (start it anew, after half a second and then ever more) or exit (leave
+    that to an orchestrator: with no group left the process ends with exit code 3)."""
+
+    max_group_failures: int = setting(5, topic=GROUP, read=read_whole, rule=at_least(0), metavar="FAILURES")
+    """How often in a row a group may be lost, or fail to form anew, before it is given up. Two healthy minutes begin
+    the count anew."""
+
     executor: str = setting("auto", topic=GROUP, read=read_text, rule=one_of(*EXECUTORS))
     """Where workers live: uni (in this process), mp (child processes), remote (at --worker-addresses), ray (placed by
     Ray), auto. auto: remote where addresses are given, ray inside a placement group; else mp for a real model, so that

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -22,6 +22,7 @@ from control_plane.group.loss import LossKind, LossReason
 from control_plane.group.worker_group import OUTPUT_RANK, WorkerGroup
 from control_plane.live_request import LiveRequest
 from control_plane.rates import Rate
+from control_plane.routing import Candidate
 from control_plane.scheduling import request as scheduled
 from control_plane.scheduling.plan import PlanMode, ResultMismatch, SampleOutput, StepPlan
 from control_plane.scheduling.scheduler import Scheduler
@@ -56,7 +57,7 @@ _REASONS = {
 
 
 class Engine:
-    """The requests of one group, from admission to their last event."""
+    """The requests of one group, from admission to their last event or until another group takes them over."""
 
     def __init__(
         self,
@@ -66,12 +67,18 @@ class Engine:
         tokenizer: Tokenizer,
         limits: EngineLimits,
         model: str,
+        ids: RequestIds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take a formed group and a fresh scheduler of the same limits. ``run`` starts it."""
+        """Take a formed group and a fresh scheduler of the same limits. ``run`` starts it.
+
+        ``ids`` are those of the control plane, where it has other engines beside this one or had one before.
+        """
         self.limits = limits
         self.now = clock
         self.on_lost: Callable[[LossReason], None] = lambda loss: None
+        # Asked for each request when the group is lost: True if another engine has taken it.
+        self.hand_over: Callable[[LiveRequest, scheduled.Request], bool] = lambda live, request: False
         self._scheduler = scheduler
         self._encoder = DeltaEncoder()
         self._group = group
@@ -79,9 +86,11 @@ class Engine:
         self._model = model
         self._started_at = clock()
         self._live: dict[RequestId, LiveRequest] = {}
-        self._ids = RequestIds()  # finished less than a minute ago
+        self._ids = ids if ids is not None else RequestIds()  # finished less than a minute ago
         self._plans: dict[Step, StepPlan] = {}  # RUN steps without a result
-        self._results: deque[StepResult] = deque()  # arrived, not applied
+        self._results: deque[StepResult] = deque()  # arrived, not applied; at most one per step in flight
+        self._outputs: list[SampleOutput] = []  # applied, not told to the clients
+        self._has_failed = False
         self._wake = asyncio.Event()
         self._flush_at: float | None = None
         self._closed_reason = ""  # why no new requests are accepted
@@ -147,11 +156,39 @@ class Engine:
         if (refusal := self._scheduler.refusal(request)) is not None:
             raise _refused(refusal, len(generation.prompt_token_ids))
         stream = GenerationStream(generation, lambda: self._cancel(request_id))
-        self._live[request_id] = LiveRequest.of(generation, stream, self._tokenizer, now)
+        self._enter(LiveRequest.of(generation, stream, self._tokenizer, now), request)
+        return stream
+
+    def take_over(self, live: LiveRequest, request: scheduled.Request) -> bool:
+        """Go on with a request of a lost group, also while draining; False: it cannot run here.
+
+        The client notices a pause and nothing else: its stream, its text so far and its stop rules come along.
+        """
+        request_id = live.generation.request_id
+        if self._has_failed or not self._group.healthy or self._scheduler.refusal(request) is not None:
+            return False
+        live.stream.belong_to(lambda: self._cancel(request_id))
+        self._enter(live, request)
+        return True
+
+    def _enter(self, live: LiveRequest, request: scheduled.Request) -> None:
+        self._live[request.request_id] = live
         self._scheduler.add(request)
         self._idle.clear()
         self._wake.set()
-        return stream
+
+    def knows(self, request_id: RequestId) -> bool:
+        """Whether a request of that id is here."""
+        return request_id in self._live
+
+    def candidate(self, token_ids: Sequence[int], cache_namespace: bytes) -> Candidate:
+        """Say what speaks for and against sending a request with these tokens here."""
+        scheduler = self._scheduler
+        return Candidate(
+            num_samples=scheduler.num_running + scheduler.num_waiting,
+            max_num_seqs=self.limits.max_num_seqs,
+            num_cached_tokens=scheduler.cached_prefix_tokens(token_ids, cache_namespace),
+        )
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request; its stream ends with reason abort and its id is free at once. False: it was not running."""
@@ -206,15 +243,28 @@ class Engine:
                 await self._idle.wait()
             return 0
         except TimeoutError:
-            left = list(self._live)
-            for request_id in left:
-                self.abort(request_id)
-            return len(left)
+            return self.abort_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is here."""
+        return self._idle.is_set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is here: all ended, or went elsewhere."""
+        await self._idle.wait()
+
+    def abort_all(self) -> int:
+        """End every request with reason abort; return how many there were."""
+        left = list(self._live)
+        for request_id in left:
+            self.abort(request_id)
+        return len(left)
 
     async def run(self) -> None:
         """Plan, send, await, publish, until cancelled or the group is lost."""
-        while True:
-            outputs = self._apply_results()
+        while not self._has_failed:
+            self._apply_results()
             now = self.now()
             for request_id in self._scheduler.expired(now):
                 error = DeadlineExceeded("the deadline of the request passed")
@@ -222,28 +272,26 @@ class Engine:
             plan = self._scheduler.schedule(now) or self._flush(now)
             if plan is not None:
                 self._send(plan, now)
-            if plan is not None or outputs:
+            if plan is not None or self._outputs:
                 await asyncio.sleep(0)  # the writers' turn: the device waits for the delta, no client for its text
-            self._publish(outputs)
+            self._publish()
             if plan is None and not self._results:
                 await self._sleep_until(self._next_alarm())
 
     # The loop's parts
 
-    def _apply_results(self) -> list[SampleOutput]:
-        outputs: list[SampleOutput] = []
+    def _apply_results(self) -> None:
         while self._results:
             result = self._results.popleft()
             plan = self._plans.pop(Step(result.step))
             try:
                 tokens = step_tokens(result, plan)
-                outputs += self._scheduler.apply(tokens)
+                self._outputs += self._scheduler.apply(tokens)
             except ResultMismatch as error:
                 self._group.accuse(OUTPUT_RANK, f"gave an answer that fits no plan: {error}")
-                return outputs
+                return
             self._group.expect_token_digest(result.step, self._encoder.take_tokens(plan, tokens))
             self._step_rate.add(self.now(), 1)
-        return outputs
 
     def _send(self, plan: StepPlan, now: float) -> None:
         delta = self._encoder.encode(plan)
@@ -254,7 +302,8 @@ class Engine:
         self._group.send(plan.step, delta, mode, state_digest=self._encoder.state_digest, num_tokens=plan.num_tokens)
         self._flush_at = None
         for request in plan.started:
-            if (live := self._live.get(request.request_id)) is not None:
+            live = self._live.get(request.request_id)
+            if live is not None and live.started_at is None:  # else it started in a group that was lost
                 live.start(request.num_cached_tokens, now)
                 self._prompt_rate.add(now, len(request.prompt_token_ids))
 
@@ -266,7 +315,8 @@ class Engine:
             self._flush_at = now + FLUSH_AFTER_S
         return self._scheduler.flush() if now >= self._flush_at else None
 
-    def _publish(self, outputs: list[SampleOutput]) -> None:
+    def _publish(self) -> None:
+        outputs, self._outputs = self._outputs, []
         now = self.now()
         num_tokens = 0
         for request, index, token_ids, finish, matched_token_id in outputs:
@@ -350,18 +400,37 @@ class Engine:
         self._wake.set()
 
     def fail(self, loss: LossReason) -> None:
-        """End every request, because the group is gone or the engine cannot go on."""
+        """Give every request to another engine, or end it: the group is gone, or this engine cannot go on.
+
+        A request continues elsewhere from what its client has been told, so that is told first. One that a new owner
+        of the group continues is left to it.
+        """
+        if self._has_failed:
+            return
+        self._has_failed = True
         self.close(loss.reason)
+        self._results.clear()  # not needed: what they hold is computed anew, and the group may have been wrong
+        self._publish()
+        is_fenced = loss.kind is LossKind.FENCED
+        for request in self._scheduler.requests():
+            live = self._live.get(request.request_id)
+            if live is None or (is_fenced and request.started):
+                continue
+            if self.hand_over(live, request.continued()):
+                del self._live[request.request_id]
         for live in list(self._live.values()):
             if live.started_at is None:
                 error: ManipleError = GroupLostBeforeStart(
                     f"the group was lost before the request started: {loss.reason}"
                 )
-            elif loss.kind is LossKind.FENCED:
+            elif is_fenced:
                 error = TakenOver(f"another control plane holds the group: {loss.reason}")
             else:
                 error = GroupLost(f"the group was lost: {loss.reason}")
-            self._end(live, error)
+            # What a lost group held may be sent again under its id; what a new owner holds may not.
+            self._end(live, error, frees_id=not (is_fenced and live.started_at is not None))
+        self._idle.set()
+        self._wake.set()
         self.on_lost(loss)
 
     def _tell_readiness(self) -> None:

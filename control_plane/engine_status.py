@@ -51,6 +51,33 @@ class EngineStatus:
     num_finished: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupView:
+    """One group as operators see it. Without an engine it is being formed, or lost."""
+
+    name: str
+    state: str  # as in admin.proto
+    reason: str
+    engine: EngineStatus | None
+    limits: EngineLimits | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    """What all groups of a control plane do now. Sums over the groups, but for ``groups``."""
+
+    groups: tuple[GroupView, ...]
+    uptime_s: float
+    num_running: int
+    num_waiting: int
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    steps_per_s: float
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_finished: int
+
+
 class RequestIds:
     """The ids of requests that finished less than a minute ago."""
 

@@ -61,6 +61,10 @@ class GenerationStream:
             self._wake.set()
             self._on_cancel()
 
+    def belong_to(self, on_cancel: Callable[[], None]) -> None:
+        """Say whom to tell of a cancel from now on: the request went to another group."""
+        self._on_cancel = on_cancel
+
     def __aiter__(self) -> GenerationStream:
         return self
 

@@ -1,4 +1,4 @@
-"""Put one control plane together: model, group, engine, doors; serve until told to stop or the group is lost."""
+"""Put one control plane together: model, groups, doors; serve until told to stop or no group is left."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from grpc_health.v1 import health_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from control_plane import exit_codes
-from control_plane.announcement import Announcement, Ready, StageProgress, Stopping
+from control_plane.announcement import Announcement, Lost, Ready, StageProgress, Stopping
 from control_plane.assembly import build_engine, build_group
 from control_plane.config import ControlPlaneConfig
 from control_plane.doors import admin, health, inference, vllm_engine
 from control_plane.doors.converters import draw_seed
-from control_plane.doors.engine_seat import EngineSeat
 from control_plane.doors.served_model import ServedModel
-from control_plane.engine import Engine
+from control_plane.fleet import Fleet
+from control_plane.group.backoff import Backoff
 from control_plane.group.loss import GroupNotFormed, LossReason
 from control_plane.group.settings import GroupFacts
-from control_plane.group.worker_group import WorkerGroup
+from control_plane.group_keeper import GroupKeeper, OnGroupLoss
 from control_plane.model_store import ModelPlace, resolve_model
 from control_plane.stop_signals import StopSignals
 from control_plane.text.model_text import ModelText, load_model_text
@@ -51,7 +51,7 @@ _FAREWELL_S = 1.0
 
 
 async def serve(config: ControlPlaneConfig, *, announce: Announce) -> int:
-    """Serve until SIGTERM, SIGINT or the loss of the group, and leave nothing behind.
+    """Serve until SIGTERM, SIGINT or the loss of every group for good, and leave nothing behind.
 
     Args:
         config: resolved, without ``auto``.
@@ -84,13 +84,11 @@ class ControlPlane:
         self._address = address
         self._announce = announce
         self._started_at = time.monotonic()
-        self._seat = EngineSeat("starting")
-        self._group: WorkerGroup | None = None
-        self._engine: Engine | None = None
-        self._loop: asyncio.Task[None] | None = None  # the engine's
+        self._fleet = Fleet("starting")
+        self._keepers: list[GroupKeeper] = []
+        self._keeping: list[asyncio.Task[LossReason]] = []  # one of each keeper that has started
+        self._facts: dict[str, GroupFacts] = {}  # of every group as it was formed last, by its name
         self._stopping = threading.Event()  # read by the thread that fetches a model
-        self._lost = asyncio.Event()
-        self._loss = ""
 
     async def run(self, signals: StopSignals) -> int:
         """Start, serve, stop."""
@@ -100,7 +98,7 @@ class ControlPlane:
             )
             text = await _unless_stopped(asyncio.to_thread(load_model_text, place.path), signals)
             await self._open_doors(place, text)
-            facts = await _unless_stopped(self._form(place), signals)
+            await _unless_stopped(self._form_all(place, text), signals)
         except _Interrupted:
             self._stopping.set()
             return exit_codes.INTERRUPTED if signals.first is signal.SIGINT else exit_codes.OK
@@ -110,31 +108,22 @@ class ControlPlane:
             return exit_codes.FAILURE
         except InvalidParameter as error:  # a worker refused the model
             raise ConfigurationError([(error.field, self._config.model, error.rule)]) from error
-        self._start_engine(text, facts)
-        self._announce(
-            Ready(
-                address=self._address,
-                model=self._config.served_model_name[0],
-                max_model_len=facts.max_model_len,
-                num_blocks=facts.num_blocks - 1,
-                block_size=facts.block_size,
-            )
-        )
-        await _first(signals.stop.wait(), self._lost.wait())
-        if self._lost.is_set():
-            self._announce(Stopping(self._loss))
+        self._announce_ready()
+        await _first(signals.stop.wait(), self._all_given_up())
+        if not signals.stop.is_set():
+            # The last one, if one after the other was; raises what a keeper failed with.
+            loss = [task.result() for task in self._keeping if task.done()][-1]
+            self._announce(Stopping(loss.reason))
             return exit_codes.GROUP_LOST
         await self._drain_for(signals)
         return exit_codes.OK
 
     async def end(self) -> None:
-        """End the group, then the calls that still wait, then the server."""
-        self._seat.leave("shutting down")
-        if self._loop is not None:
-            self._loop.cancel()
-            await asyncio.gather(self._loop, return_exceptions=True)
-        if self._group is not None:
-            await self._group.teardown("the control plane shuts down")
+        """End the groups, then the calls that still wait, then the server."""
+        await self._keep_no_more()
+        for keeper in self._keepers:
+            self._fleet.leave("shutting down", keeper.name)
+        await asyncio.gather(*(keeper.end("the control plane shuts down") for keeper in self._keepers))
         await self._server.stop(_FAREWELL_S)
         if self._config.listen.startswith("unix:"):
             with suppress(FileNotFoundError):
@@ -145,78 +134,107 @@ class ControlPlane:
     def _model_progress(self, what: str, share: float, detail: str) -> None:
         if self._stopping.is_set():  # ends the program that fetches or converts
             raise _Interrupted
-        self._seat.report(f"{what} {share:.0%}")
+        self._fleet.report(f"{what} {share:.0%}")
         self._announce(StageProgress(what, Rank(0), share, detail))
 
-    def _stage_progress(self, stage: str, rank: Rank, share: float, detail: str) -> None:
-        self._seat.report(f"rank {rank}: {stage} {share:.0%}")
-        self._announce(StageProgress(stage, rank, share, detail))
-
     async def _open_doors(self, place: ModelPlace, text: ModelText) -> None:
-        config, seat = self._config, self._seat
+        config, fleet = self._config, self._fleet
         served = ServedModel(names=config.served_model_name, source=place.source, text=text)
         release = version("maniple")
         new_seed = draw_seed if config.seed is None else partial(random.Random(config.seed).getrandbits, 64)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            inference.InferenceDoor(seat, served, new_seed=new_seed), self._server
+            inference.InferenceDoor(fleet, served, new_seed=new_seed), self._server
         )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
-            vllm_engine.VllmEngineDoor(seat, served, version=release, new_seed=new_seed), self._server
+            vllm_engine.VllmEngineDoor(fleet, served, version=release, new_seed=new_seed), self._server
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            admin.AdminDoor(seat, served, version=release, drain=self._drain, uptime_s=self._uptime_s), self._server
+            admin.AdminDoor(fleet, served, version=release, drain=fleet.drain, uptime_s=self._uptime_s), self._server
         )
-        health_pb2_grpc.add_HealthServicer_to_server(health.HealthDoor(seat, SERVICES), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(health.HealthDoor(fleet, SERVICES), self._server)
         add_reflection(self._server, SERVICES)
         await self._server.start()
         log.info("server.started", address=self._address)
 
-    async def _form(self, place: ModelPlace) -> GroupFacts:
-        config = self._config
-        self._group = build_group(config, place.path, self._address)
-        return await self._group.form(self._stage_progress)
+    async def _form_all(self, place: ModelPlace, text: ModelText) -> None:
+        """Form every group, side by side. One that cannot be formed at all ends the start."""
+        names = [str(index) for index in range(self._config.data_parallel_size)]
+        self._fleet.expect(names)
+        self._keepers = [self._keeper(index, name, place, text) for index, name in enumerate(names)]
+        starts = [asyncio.create_task(self._start(keeper)) for keeper in self._keepers]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
 
-    def _start_engine(self, text: ModelText, facts: GroupFacts) -> None:
-        assert self._group is not None
-        self._engine = build_engine(self._config, self._group, facts, text.tokenizer)
-        self._engine.on_lost = self._on_lost
-        self._loop = asyncio.create_task(self._engine.run(), name="engine")
-        self._loop.add_done_callback(self._on_loop_done)
-        self._seat.take(self._engine)
-        log.info(
-            "engine.started", epoch=facts.epoch, num_blocks=facts.num_blocks, formed_in_s=round(facts.formed_in_s, 3)
+    async def _start(self, keeper: GroupKeeper) -> None:
+        self._facts[keeper.name] = await keeper.start()
+        self._keeping.append(asyncio.create_task(keeper.run(), name=f"keeper-{keeper.name}"))
+
+    def _keeper(self, index: int, name: str, place: ModelPlace, text: ModelText) -> GroupKeeper:
+        config = self._config
+        group = name if config.data_parallel_size > 1 else ""  # for people: one group needs no name
+
+        def formed_anew(facts: GroupFacts) -> None:
+            self._facts[name] = facts
+            self._announce_ready()
+
+        return GroupKeeper(
+            name,
+            fleet=self._fleet,
+            make_group=lambda: build_group(config, place.path, self._address, group=index),
+            make_engine=lambda formed, facts: build_engine(config, formed, facts, text.tokenizer, self._fleet.ids),
+            on_group_loss=OnGroupLoss(config.on_group_loss),
+            backoff=Backoff(config.max_group_failures),
+            progress=lambda stage, rank, share, detail: self._announce(
+                StageProgress(stage, rank, share, detail, group)
+            ),
+            on_lost=lambda reason, retry_in_s: self._announce(Lost(reason, retry_in_s, group)),
+            on_formed=formed_anew,
+        )
+
+    def _announce_ready(self) -> None:
+        facts = list(self._facts.values())
+        self._announce(
+            Ready(
+                address=self._address,
+                model=self._config.served_model_name[0],
+                max_model_len=min(one.max_model_len for one in facts),
+                num_blocks=sum(one.num_blocks - 1 for one in facts),
+                block_size=facts[0].block_size,
+            )
         )
 
     # Stopping
 
-    def _on_lost(self, loss: LossReason) -> None:
-        self._loss = loss.reason
-        self._lost.set()
+    async def _all_given_up(self) -> None:
+        """Return when no group is kept alive any more, or a keeper failed."""
+        await asyncio.wait(self._keeping, return_when=asyncio.FIRST_EXCEPTION)
 
-    def _on_loop_done(self, loop: asyncio.Task[None]) -> None:
-        """End the clients when the engine's loop failed: a defect of ours must not become a silent hang."""
-        error = None if loop.cancelled() else loop.exception()
-        if error is not None and self._engine is not None:
-            log.error("engine.failed", exc_info=error)
-            self._engine.fail(LossReason(None, f"the control plane failed: {type(error).__name__}"))
+    async def _keep_no_more(self) -> None:
+        """Form no group anew from now on; those that live go on."""
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
 
     async def _drain_for(self, signals: StopSignals) -> None:
         """Let requests finish, at most for the drain timeout, or until a second signal."""
-        assert self._engine is not None
         assert signals.first is not None
-        status = self._engine.status()
-        self._announce(Stopping(signals.first.name, status.num_running + status.num_waiting))
-        drain = asyncio.create_task(self._drain(self._config.drain_timeout_s))
-        await _first(_outcome(drain), signals.hurry.wait(), self._lost.wait())
+        drain = asyncio.create_task(self._fleet.drain(self._config.drain_timeout_s))
+        status = self._fleet.status()
+        self._announce(
+            Stopping(
+                signals.name, status.num_running + status.num_waiting, self._config.drain_timeout_s, again=signals.name
+            )
+        )
+        await self._keep_no_more()
+        await _first(_outcome(drain), signals.hurry.wait())
         if not drain.done():
             drain.cancel()
             await asyncio.gather(drain, return_exceptions=True)
-            await self._engine.drain(0)
-
-    async def _drain(self, timeout_s: float | None) -> int:
-        assert self._engine is not None
-        self._engine.close("draining")
-        return await self._engine.drain(timeout_s)
+            self._fleet.abort_all()
 
     def _uptime_s(self) -> float:
         return time.monotonic() - self._started_at

@@ -16,6 +16,11 @@ class StopSignals:
         self.hurry = asyncio.Event()
         self.first: signal.Signals | None = None
 
+    @property
+    def name(self) -> str:
+        """What people call the first signal."""
+        return "" if self.first is None else "Ctrl-C" if self.first is signal.SIGINT else self.first.name
+
     def __enter__(self) -> StopSignals:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:

@@ -9,18 +9,23 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
-from control_plane.announcement import Announcement, Ready, StageProgress, Stopping
+from control_plane.announcement import Announcement, Lost, Ready, StageProgress, Stopping
 from maniple_client.channel import DEFAULT_ADDRESS
 from service_chassis.ids import Rank
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-_KINDS: dict[str, Callable[..., Announcement]] = {"stage": StageProgress, "ready": Ready, "stopping": Stopping}
+_KINDS: dict[str, Callable[..., Announcement]] = {
+    "stage": StageProgress,
+    "ready": Ready,
+    "lost": Lost,
+    "stopping": Stopping,
+}
 
 
 def to_json(announcement: Announcement) -> str:
-    """Return one line of JSON: the fields, and ``event``, one of stage, ready, stopping."""
+    """Return one line of JSON: the fields, and ``event``, one of stage, ready, lost, stopping."""
     event = next(name for name, kind in _KINDS.items() if type(announcement) is kind)
     return json.dumps({"event": event, **dataclasses.asdict(announcement)})
 
@@ -44,15 +49,30 @@ def ready_line(ready: Ready) -> str:
     )
 
 
-def stage_label(stage: str, rank: Rank) -> str:
+def stage_label(stage: str, rank: Rank, group: str = "") -> str:
     """Name a stage. Rank 0 goes without saying: fetching has no rank, and most groups have one."""
-    return f"{stage} on rank {rank}" if rank else stage
+    where = [f"rank {rank}"] if rank else []
+    where += [f"group {group}"] if group else []
+    return f"{stage} on {' of '.join(where)}" if where else stage
+
+
+def lost_line(lost: Lost) -> str:
+    """Say that workers are gone, and what happens now."""
+    who = f"group {lost.group}" if lost.group else "the workers"
+    then = "giving up" if lost.retry_in_s is None else f"starting them anew in {lost.retry_in_s:g} s"
+    return f"Lost {who}: {lost.reason}; {then}"
 
 
 def stopping_line(stopping: Stopping) -> str:
     """Say why the server goes, and whom it waits for."""
-    waits = f"; {stopping.num_running} requests may still finish" if stopping.num_running else ""
-    return f"Stopping: {stopping.reason}{waits}"
+    if not stopping.num_running:
+        return f"Stopping: {stopping.reason}"
+    requests = "1 request" if stopping.num_running == 1 else f"{stopping.num_running} requests"
+    within = f" within {stopping.wait_s:g} s" if stopping.wait_s else ""
+    again = (
+        f"; {stopping.again} again ends {'it' if stopping.num_running == 1 else 'them'} now" if stopping.again else ""
+    )
+    return f"Stopping: {stopping.reason}; {requests} may still finish{within}{again}"
 
 
 class Display(Protocol):
@@ -88,7 +108,7 @@ class PlainLines:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._said: set[tuple[str, Rank]] = set()
+        self._said: set[tuple[str, Rank, str]] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -98,12 +118,14 @@ class PlainLines:
 
     def __call__(self, announcement: Announcement) -> None:
         match announcement:
-            case StageProgress(stage=stage, rank=rank, detail=detail):
-                if (stage, rank) not in self._said:
-                    self._said.add((stage, rank))
-                    self._print(stage_label(stage, rank) + (f": {detail}" if detail else ""))
+            case StageProgress(stage=stage, rank=rank, detail=detail, group=group):
+                if (stage, rank, group) not in self._said:
+                    self._said.add((stage, rank, group))
+                    self._print(stage_label(stage, rank, group) + (f": {detail}" if detail else ""))
             case Ready():
                 self._print(ready_line(announcement))
+            case Lost():
+                self._print(lost_line(announcement))
             case Stopping():
                 self._print(stopping_line(announcement))
 
@@ -128,7 +150,7 @@ class Bars:
             console=self._console,
             transient=True,
         )
-        self._tasks: dict[tuple[str, Rank], TaskID] = {}
+        self._tasks: dict[tuple[str, Rank, str], TaskID] = {}
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -139,21 +161,25 @@ class Bars:
 
     def __call__(self, announcement: Announcement) -> None:
         match announcement:
-            case StageProgress(stage=stage, rank=rank, share=share, detail=detail):
-                key = (stage, rank)
+            case StageProgress(stage=stage, rank=rank, share=share, detail=detail, group=group):
+                key = (stage, rank, group)
                 if key not in self._tasks:
                     # A rank is in one stage at a time: what came before is done, whether it said so or not.
-                    for (_, other), task in self._tasks.items():
-                        if other == rank:
+                    for (_, *other), task in self._tasks.items():
+                        if other == [rank, group]:
                             self._progress.update(task, completed=1.0, detail="")
-                    self._tasks[key] = self._progress.add_task(stage_label(stage, rank), total=1.0, detail="")
+                    self._tasks[key] = self._progress.add_task(stage_label(stage, rank, group), total=1.0, detail="")
                 self._progress.update(self._tasks[key], completed=share, detail=detail)
             case Ready():
                 self._progress.stop()
                 self._console.print(ready_line(announcement), highlight=False, soft_wrap=True)
+            case Lost():
+                self._progress.stop()
+                self._console.print(lost_line(announcement), highlight=False, soft_wrap=True)
             case Stopping():
                 self._progress.stop()
-                self._console.print(stopping_line(announcement), highlight=False, soft_wrap=True)
+                # Over the ^C that a terminal shows.
+                self._console.print(f"\r{stopping_line(announcement)}", highlight=False, soft_wrap=True)
 
 
 FORMATS = ("auto", "plain", "json")

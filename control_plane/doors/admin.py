@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from control_plane.doors.calls import Context
-from control_plane.doors.engine_seat import EngineSeat
 from control_plane.doors.limits import check_number
 from control_plane.doors.served_model import ServedModel
+from control_plane.engine_status import GroupView
+from control_plane.fleet import Fleet
 from maniple.v1 import admin_pb2, admin_pb2_grpc
 from maniple.v1.admin_pb2 import GroupStatus
-from service_chassis.errors import NotBuilt, NotReady
-
-if TYPE_CHECKING:
-    from control_plane.engine import Engine
+from service_chassis.errors import NotBuilt
 
 SERVICE = "maniple.v1.AdminService"
-# The reason that an engine gives for not being ready while it drains, whoever asked for it.
-DRAINING = "draining"
 _DRAIN_REPORT_S = 0.5
 
 # Accept no more requests and wait until none is left; after so many seconds (None: never) abort the rest. Returns how
@@ -31,9 +27,9 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     """Translate between operators and the engine. Decides nothing."""
 
     def __init__(
-        self, seat: EngineSeat, served: ServedModel, *, version: str, drain: Drain, uptime_s: Callable[[], float]
+        self, fleet: Fleet, served: ServedModel, *, version: str, drain: Drain, uptime_s: Callable[[], float]
     ) -> None:
-        self._seat = seat
+        self._fleet = fleet
         self._served = served
         self._version = version
         self._drain = drain
@@ -41,68 +37,32 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         self._drains: set[asyncio.Task[int]] = set()  # go on when the caller that began them is gone
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
-        response = admin_pb2.GetStatusResponse(
+        status = self._fleet.status()
+        return admin_pb2.GetStatusResponse(
             model=self._served.names[0],
             version=self._version,
             uptime_s=self._uptime_s(),
-            ready=self._seat.ready,
-            not_ready_reason=self._seat.not_ready_reason,
-        )
-        try:
-            engine = self._seat.engine
-        except NotReady:
-            response.groups.add(name="0", state="forming", reason=self._seat.not_ready_reason)
-            return response
-        status = engine.status()
-        response.prompt_tokens_per_s = status.prompt_tokens_per_s
-        response.output_tokens_per_s = status.output_tokens_per_s
-        response.steps_per_s = status.steps_per_s
-        response.prefix_cache_queries = status.prefix_cache_queries
-        response.prefix_cache_hits = status.prefix_cache_hits
-        response.num_finished = status.num_finished
-        response.groups.append(self._group(engine))
-        return response
-
-    def _group(self, engine: Engine) -> GroupStatus:
-        status, limits = engine.status(), engine.limits
-        state = "ready" if status.ready else "draining" if status.not_ready_reason == DRAINING else "lost"
-        return GroupStatus(
-            name="0",
-            state=state,
-            reason=status.not_ready_reason,
-            epoch=status.epoch,
-            step=max(status.step, 0),
-            ranks=[
-                GroupStatus.RankStatus(
-                    rank=rank.rank,
-                    address=rank.address,
-                    pid=rank.pid,
-                    accepted=rank.accepted,
-                    completed=rank.completed,
-                    silent_for_s=rank.silent_for_s,
-                )
-                for rank in status.ranks
-            ],
-            num_running=status.num_running,
-            num_waiting=status.num_waiting,
-            num_free_blocks=status.num_free_blocks,
-            num_cached_blocks=status.num_cached_blocks,
-            num_total_blocks=limits.num_blocks - 1,
-            block_size=limits.block_size,
-            num_preemptions=status.num_preemptions,
+            ready=self._fleet.ready,
+            not_ready_reason=self._fleet.not_ready_reason,
+            groups=[_group_status(group) for group in status.groups],
+            prompt_tokens_per_s=status.prompt_tokens_per_s,
+            output_tokens_per_s=status.output_tokens_per_s,
+            steps_per_s=status.steps_per_s,
+            prefix_cache_queries=status.prefix_cache_queries,
+            prefix_cache_hits=status.prefix_cache_hits,
+            num_finished=status.num_finished,
         )
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> AsyncGenerator[admin_pb2.DrainResponse, None]:
         deadline_s = check_number("deadline_s", request.deadline_s, 0.0)
-        engine = self._seat.engine
         task = asyncio.ensure_future(self._drain(deadline_s or None))
         self._drains.add(task)
         task.add_done_callback(self._drains.discard)
         while True:
             await asyncio.wait({task}, timeout=_DRAIN_REPORT_S)
-            status = engine.status()
+            status = self._fleet.status()
             yield admin_pb2.DrainResponse(
                 num_running=status.num_running,
                 num_waiting=status.num_waiting,
@@ -114,7 +74,7 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     async def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: Context
     ) -> admin_pb2.ResetPrefixCacheResponse:
-        return admin_pb2.ResetPrefixCacheResponse(num_blocks=self._seat.engine.reset_prefix_cache())
+        return admin_pb2.ResetPrefixCacheResponse(num_blocks=self._fleet.reset_prefix_cache())
 
     async def IsPaused(self, request: admin_pb2.IsPausedRequest, context: Context) -> admin_pb2.IsPausedResponse:
         return admin_pb2.IsPausedResponse(is_paused=False)  # nothing can pause yet
@@ -161,6 +121,37 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.StopProfileRequest, context: Context
     ) -> admin_pb2.StopProfileResponse:
         _not_built("StopProfile")
+
+
+def _group_status(group: GroupView) -> GroupStatus:
+    status, limits = group.engine, group.limits
+    if status is None or limits is None:
+        return GroupStatus(name=group.name, state=group.state, reason=group.reason)
+    return GroupStatus(
+        name=group.name,
+        state=group.state,
+        reason=group.reason,
+        epoch=status.epoch,
+        step=max(status.step, 0),
+        ranks=[
+            GroupStatus.RankStatus(
+                rank=rank.rank,
+                address=rank.address,
+                pid=rank.pid,
+                accepted=rank.accepted,
+                completed=rank.completed,
+                silent_for_s=rank.silent_for_s,
+            )
+            for rank in status.ranks
+        ],
+        num_running=status.num_running,
+        num_waiting=status.num_waiting,
+        num_free_blocks=status.num_free_blocks,
+        num_cached_blocks=status.num_cached_blocks,
+        num_total_blocks=limits.num_blocks - 1,
+        block_size=limits.block_size,
+        num_preemptions=status.num_preemptions,
+    )
 
 
 def _not_built(method: str) -> NoReturn:

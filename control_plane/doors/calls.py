@@ -11,12 +11,12 @@ from control_plane.doors.converters import CallFacts
 from control_plane.generation import Event, Generation, Started
 
 if TYPE_CHECKING:
-    from control_plane.engine import Engine
+    from control_plane.fleet import Fleet
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def call_facts(context: Context, engine: Engine) -> CallFacts:
+def call_facts(context: Context, fleet: Fleet) -> CallFacts:
     """Read deadline, caller and trace of a call."""
     remaining = context.time_remaining()
     traceparent = ""
@@ -24,7 +24,7 @@ def call_facts(context: Context, engine: Engine) -> CallFacts:
         if key == "traceparent":
             traceparent = value if isinstance(value, str) else value.decode("ascii", "replace")
     return CallFacts(
-        deadline=None if remaining is None else engine.now() + remaining,
+        deadline=None if remaining is None else fleet.now() + remaining,
         client_identity=caller_identity(context),
         traceparent=traceparent,
     )
@@ -36,12 +36,12 @@ def caller_identity(context: Context) -> str:
     return ",".join(sorted(identity.decode("utf-8", "replace") for identity in identities))
 
 
-async def events(engine: Engine, generation: Generation, context: Context) -> AsyncGenerator[Event, None]:
+async def events(fleet: Fleet, generation: Generation, context: Context) -> AsyncGenerator[Event, None]:
     """Admit a generation and yield its events; it is cancelled when this is closed early.
 
     Initial metadata leaves with ``Started``: until then a proxy may still retry the call elsewhere, afterwards never.
     """
-    stream = await engine.generate(generation)
+    stream = await fleet.generate(generation)
     try:
         async for event in stream:
             if isinstance(event, Started):

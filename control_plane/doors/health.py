@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from control_plane.doors.calls import Context
-from control_plane.doors.engine_seat import EngineSeat
+from control_plane.fleet import Fleet
 
 SERVICE = "grpc.health.v1.Health"
 # A watcher hears the same again after so long, since proxies end streams that are silent.
@@ -22,15 +22,15 @@ REPEAT_S = 10.0
 
 
 class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped stubs
-    """Tells readiness as the seat has it at the moment of asking; watchers hear of changes at once."""
+    """Tells readiness as the fleet has it at the moment of asking; watchers hear of changes at once."""
 
-    def __init__(self, seat: EngineSeat, services: Sequence[str], *, repeat_s: float = REPEAT_S) -> None:
+    def __init__(self, fleet: Fleet, services: Sequence[str], *, repeat_s: float = REPEAT_S) -> None:
         """Answer for ``services``; every other name is unknown."""
-        self._seat = seat
+        self._fleet = fleet
         self._services = frozenset(services)
         self._repeat_s = repeat_s
         self._watchers: set[asyncio.Event] = set()
-        seat.on_readiness(lambda ready: self._wake())
+        fleet.on_readiness(lambda ready: self._wake())
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> HealthCheckResponse:
         status = self._status(request.service)
@@ -66,7 +66,7 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyp
     def _status(self, service: str) -> HealthCheckResponse.ServingStatus:
         if service and service not in self._services:
             return HealthCheckResponse.SERVICE_UNKNOWN
-        serving = not service or self._seat.ready
+        serving = not service or self._fleet.ready
         return HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
 
     def _wake(self) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from control_plane.doors import converters, prompts
 from control_plane.doors.calls import Context, call_facts, events
-from control_plane.doors.engine_seat import EngineSeat
 from control_plane.doors.limits import check_token_ids
 from control_plane.doors.served_model import ServedModel
 from control_plane.generation import Chunk, Done, Generation, SampleFinished, Started
@@ -19,7 +18,7 @@ from service_chassis.ids import RequestId
 from service_chassis.interceptors import as_maniple_error
 
 if TYPE_CHECKING:
-    from control_plane.engine import Engine
+    from control_plane.fleet import Fleet
 
 SERVICE = "maniple.v1.InferenceService"
 
@@ -28,34 +27,34 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
     """Translate between clients and the engine. Decides nothing."""
 
     def __init__(
-        self, seat: EngineSeat, served: ServedModel, *, new_seed: Callable[[], int] = converters.draw_seed
+        self, fleet: Fleet, served: ServedModel, *, new_seed: Callable[[], int] = converters.draw_seed
     ) -> None:
-        self._seat = seat
+        self._fleet = fleet
         self._served = served
         self._new_seed = new_seed
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        engine = self._seat.engine
+        fleet = self._fleet
         generation = await converters.to_generation(
             request,
-            call_facts(context, engine),
+            call_facts(context, fleet),
             served=self._served,
-            limits=engine.limits,
+            limits=fleet.limits,
             new_seed=self._new_seed,
         )
-        async with aclosing(self._responses(engine, generation, context, only_final=request.only_final)) as responses:
+        async with aclosing(self._responses(fleet, generation, context, only_final=request.only_final)) as responses:
             async for response in responses:
                 yield response
 
     async def _responses(
-        self, engine: Engine, generation: Generation, context: Context, *, only_final: bool
+        self, fleet: Fleet, generation: Generation, context: Context, *, only_final: bool
     ) -> AsyncGenerator[GenerateResponse, None]:
         whole = {index: Chunk(index=index) for index in range(generation.sampling.n)} if only_final else {}
         has_started = False
         try:
-            async with aclosing(events(engine, generation, context)) as all_events:
+            async with aclosing(events(fleet, generation, context)) as all_events:
                 async for event in all_events:
                     match event:
                         case Started():
@@ -81,7 +80,7 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         if not request.request_id:
             raise InvalidParameter("request_id", request.request_id, "must not be empty")
-        was_running = self._seat.engine.abort(RequestId(request.request_id))
+        was_running = self._fleet.abort(RequestId(request.request_id))
         return inference_pb2.AbortResponse(was_running=was_running)
 
     async def Tokenize(
@@ -97,14 +96,14 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
             token_ids = await prompts.chat_to_ids(request.chat, text, add_special_tokens=asked)
         else:
             raise InvalidParameter("input", None, "one of text and chat must be set")
-        limits = self._seat.engine.limits
+        limits = self._fleet.limits
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limits.max_model_len)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         self._served.check_name(request.model)
-        check_token_ids("token_ids", request.token_ids, self._seat.engine.limits.vocab_size)
+        check_token_ids("token_ids", request.token_ids, self._fleet.limits.vocab_size)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         text = self._served.text.tokenizer.decode(request.token_ids, skip_special_tokens=skip)
         return inference_pb2.DetokenizeResponse(text=text)
@@ -113,7 +112,7 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
         self._served.check_name(request.model)
-        served, limits = self._served, self._seat.engine.limits
+        served, limits = self._served, self._fleet.limits
         return inference_pb2.GetModelResponse(
             served_names=served.names,
             source=served.source,

@@ -13,9 +13,10 @@ from smg_grpc_proto.generated import common_pb2
 
 from control_plane.doors import converters, vllm_converters
 from control_plane.doors.calls import Context, call_facts, events
-from control_plane.doors.engine_seat import EngineSeat
 from control_plane.doors.served_model import ServedModel
 from control_plane.doors.tokenizer_archive import TokenizerArchive, pack
+from control_plane.engine_status import EngineLimits, EngineStatus
+from control_plane.fleet import Fleet
 from control_plane.generation import Chunk, SampleFinished, Started
 from service_chassis.errors import NotBuilt
 from service_chassis.ids import RequestId
@@ -29,9 +30,9 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     """Translate between the gateway and the engine. Decides nothing."""
 
     def __init__(
-        self, seat: EngineSeat, served: ServedModel, *, version: str, new_seed: Callable[[], int] = converters.draw_seed
+        self, fleet: Fleet, served: ServedModel, *, version: str, new_seed: Callable[[], int] = converters.draw_seed
     ) -> None:
-        self._seat = seat
+        self._fleet = fleet
         self._served = served
         self._version = version
         self._new_seed = new_seed
@@ -41,17 +42,17 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse, None]:
         """With ``stream`` chunks of new ids; always one ``complete`` per sample, with all of its ids."""
-        engine = self._seat.engine
+        fleet = self._fleet
         generation = await converters.to_generation(
             vllm_converters.to_maniple(request),
-            call_facts(context, engine),
+            call_facts(context, fleet),
             served=self._served,
-            limits=engine.limits,
+            limits=fleet.limits,
             new_seed=self._new_seed,
         )
         outputs: dict[int, list[int]] = {index: [] for index in range(generation.sampling.n)}
         num_prompt_tokens = num_cached_tokens = 0
-        async with aclosing(events(engine, generation, context)) as all_events:
+        async with aclosing(events(fleet, generation, context)) as all_events:
             async for event in all_events:
                 if isinstance(event, Started):
                     num_prompt_tokens, num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
@@ -83,22 +84,21 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
                     yield vllm_engine_pb2.GenerateResponse(complete=complete)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:
-        engine = self._seat.engine
         for request_id in request.request_ids:
-            engine.abort(RequestId(request_id))
+            self._fleet.abort(RequestId(request_id))
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
     ) -> vllm_engine_pb2.HealthCheckResponse:
         return vllm_engine_pb2.HealthCheckResponse(
-            healthy=self._seat.ready, message=self._seat.not_ready_reason or "ok"
+            healthy=self._fleet.ready, message=self._fleet.not_ready_reason or "ok"
         )
 
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetModelInfoResponse:
-        limits, text = self._seat.engine.limits, self._served.text
+        limits, text = self._fleet.limits, self._served.text
         # A gateway looks there for the tokenizer and asks GetTokenizer where it finds none. A name would send it to the
         # hub instead.
         path = str(text.directory or self._served.source)
@@ -121,42 +121,25 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        engine = self._seat.engine
-        status = engine.status()
+        status, limits = self._fleet.status(), self._fleet.limits
         return vllm_engine_pb2.GetServerInfoResponse(
             active_requests=status.num_running + status.num_waiting,
             uptime_seconds=status.uptime_s,
             server_type=_SERVER_TYPE,
-            data_parallel_size=1,
+            data_parallel_size=len(status.groups),
             kv_cache_dtype="auto",
-            block_size=engine.limits.block_size,
-            model_dtype=engine.limits.dtype,
-            max_num_seqs=engine.limits.max_num_seqs,
+            block_size=limits.block_size,
+            model_dtype=limits.dtype,
+            max_num_seqs=limits.max_num_seqs,
         )
 
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
     ) -> vllm_engine_pb2.GetLoadsResponse:
-        engine = self._seat.engine
-        status, limits = engine.status(), engine.limits
-        num_blocks = limits.num_blocks - 1
-        # Cached blocks that can be evicted are free to a request.
-        used = 1 - (status.num_free_blocks + status.num_cached_blocks) / num_blocks
-        queries = status.prefix_cache_queries
-        load = vllm_engine_pb2.SchedulerLoad(
-            num_running_reqs=status.num_running,
-            num_waiting_reqs=status.num_waiting,
-            num_total_reqs=status.num_running + status.num_waiting,
-            num_used_tokens=round(used * num_blocks) * limits.block_size,
-            max_total_num_tokens=num_blocks * limits.block_size,
-            token_usage=used,
-            gen_throughput=status.output_tokens_per_s,
-            cache_hit_rate=status.prefix_cache_hits / queries if queries else 0.0,
-            utilization=min(1.0, status.num_running / limits.max_num_seqs),
-            max_running_requests=limits.max_num_seqs,
-        )
+        groups = enumerate(self._fleet.status().groups)
+        loads = [_load(rank, one.engine, one.limits) for rank, one in groups if one.engine and one.limits]
         return vllm_engine_pb2.GetLoadsResponse(
-            timestamp=datetime.now(UTC).isoformat(), version=self._version, dp_rank_count=1, loads=[load]
+            timestamp=datetime.now(UTC).isoformat(), version=self._version, dp_rank_count=len(loads), loads=loads
         )
 
     async def GetTokenizer(
@@ -189,6 +172,26 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         _not_built("SubscribeKvEvents")
         yield  # makes this the generator that the contract expects
+
+
+def _load(rank: int, status: EngineStatus, limits: EngineLimits) -> vllm_engine_pb2.SchedulerLoad:
+    num_blocks = limits.num_blocks - 1
+    # Cached blocks that can be evicted are free to a request.
+    used = 1 - (status.num_free_blocks + status.num_cached_blocks) / num_blocks
+    queries = status.prefix_cache_queries
+    return vllm_engine_pb2.SchedulerLoad(
+        dp_rank=rank,
+        num_running_reqs=status.num_running,
+        num_waiting_reqs=status.num_waiting,
+        num_total_reqs=status.num_running + status.num_waiting,
+        num_used_tokens=round(used * num_blocks) * limits.block_size,
+        max_total_num_tokens=num_blocks * limits.block_size,
+        token_usage=used,
+        gen_throughput=status.output_tokens_per_s,
+        cache_hit_rate=status.prefix_cache_hits / queries if queries else 0.0,
+        utilization=min(1.0, status.num_running / limits.max_num_seqs),
+        max_running_requests=limits.max_num_seqs,
+    )
 
 
 def _not_built(method: str) -> NoReturn:

@@ -67,6 +67,7 @@ class Request:
         "num_cached_tokens",
         "num_live",
         "order",
+        "outputs",
         "paused",
         "payload",
         "priority",
@@ -94,6 +95,7 @@ class Request:
         cache_namespace: bytes = b"",
         skip_reading_prefix_cache: bool = False,
         payload: object = None,
+        outputs: tuple[tuple[int, ...] | None, ...] = (),
     ) -> None:
         """Describe a request whose values a door has checked.
 
@@ -110,9 +112,12 @@ class Request:
             cache_namespace: only equal namespaces share blocks.
             skip_reading_prefix_cache: compute every token of the prompt (prompt log-probabilities).
             payload: opaque; whoever encodes the plan finds it at ``NewRow.sample.request.payload``.
+            outputs: of a request that goes on from elsewhere, for each sample its output so far, or None if it ended.
+                Empty: a request that begins.
         """
         assert prompt_token_ids, "a prompt has at least one token"
         assert min(max_tokens, n) >= 1
+        assert not outputs or (len(outputs) == n and any(output is not None for output in outputs))
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
         self.max_tokens = max_tokens
@@ -125,6 +130,7 @@ class Request:
         self.cache_namespace = cache_namespace
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.payload = payload
+        self.outputs = outputs
         self.order: Order = (priority, arrival, 0, 0)  # made unique by Scheduler.add
         self.samples: tuple[Sample, ...] = ()  # made by Scheduler.add
         self.num_live = 0  # samples that did not end
@@ -137,6 +143,43 @@ class Request:
     def finished(self) -> bool:
         """All samples ended."""
         return self.num_live == 0
+
+    def num_known_tokens(self) -> int:
+        """Tokens of the longest sample, before the request is added."""
+        return len(self.prompt_token_ids) + len(self._longest_output())
+
+    def longest_known(self) -> tuple[int, ...]:
+        """Return the tokens of the longest sample, before the request is added."""
+        return self.prompt_token_ids + self._longest_output()
+
+    def _longest_output(self) -> tuple[int, ...]:
+        return max((output or () for output in self.outputs), key=len, default=())
+
+    def continued(self) -> Request:
+        """Return what is left of this living request, for another scheduler: its order, its rules, its output so far.
+
+        One that was in no delta begins there like any other.
+        """
+        num_prompt_tokens = len(self.prompt_token_ids)
+        outputs = tuple(
+            None if sample.state is SampleState.FINISHED else tuple(sample.token_ids[num_prompt_tokens:])
+            for sample in self.samples
+        )
+        return Request(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            stop_ids=self.stop_ids,
+            n=self.n,
+            priority=self.priority,
+            arrival=self.arrival,
+            deadline=self.deadline,
+            cache_namespace=self.cache_namespace,
+            skip_reading_prefix_cache=self.skip_reading_prefix_cache,
+            payload=self.payload,
+            outputs=outputs if self.started else (),
+        )
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r})"
@@ -167,12 +210,14 @@ class Sample:
     )
 
     def __init__(self, request: Request, index: int, limit: int) -> None:
-        """Make a waiting sample that ends, at the latest, with ``limit`` known tokens."""
+        """Make a waiting sample that ends, at the latest, with ``limit`` known tokens; one that ended stays so."""
+        output = request.outputs[index] if request.outputs else ()
         self.request = request
         self.index = index
         self.order: Order = (*request.order[:3], index)
-        self.state = SampleState.WAITING
-        self.token_ids = list(request.prompt_token_ids)  # known here; a decode row has more on the workers
+        self.state = SampleState.WAITING if output is not None else SampleState.FINISHED
+        # Known here; a decode row has more on the workers.
+        self.token_ids = [*request.prompt_token_ids, *(output or ())]
         self.limit = limit
         self.stop_ids = request.stop_ids
         self.stop_floor = len(request.prompt_token_ids) + request.min_tokens  # position from which on a stop id stops

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from control_plane.scheduling.batch import Batch, order_of
@@ -148,11 +148,18 @@ class Scheduler:
         """Tokens of a living sample in the cache once all planned steps are done."""
         return self._batch.num_computed_tokens(sample)
 
+    def cached_prefix_tokens(self, token_ids: Sequence[int], cache_namespace: bytes = b"") -> int:
+        """Return how many leading tokens of a prompt are in the prefix cache now. Takes nothing, changes nothing.
+
+        What it costs grows with the hit, not with the prompt.
+        """
+        return self._tables.num_cached_tokens(token_ids, cache_namespace, self._completed)
+
     # --- requests come and go
 
     def refusal(self, request: Request) -> Refusal | None:
         """Say why ``request`` cannot be added, or None. Changes nothing."""
-        limits, num_prompt_tokens = self.limits, len(request.prompt_token_ids)
+        limits, num_prompt_tokens = self.limits, request.num_known_tokens()
         if request.request_id in self._requests:
             return Refusal(RefusalKind.DUPLICATE, f"request id {request.request_id!r} is running")
         if num_prompt_tokens >= limits.max_model_len:
@@ -166,7 +173,8 @@ class Scheduler:
                 RefusalKind.NEEDS_MORE_BLOCKS,
                 f"the prompt needs {num_blocks} KV blocks; there are {self._pool.num_total}",
             )
-        if self._num_unstarted >= limits.max_num_waiting:
+        # What was computed elsewhere already is not turned away: it was let in when it came.
+        if self._num_unstarted >= limits.max_num_waiting and not request.outputs:
             return Refusal(RefusalKind.QUEUE_FULL, f"{self._num_unstarted} requests wait already")
         return None
 
@@ -177,7 +185,8 @@ class Scheduler:
         request.order = (request.priority, request.arrival, self._num_added, 0)
         limit = min(len(request.prompt_token_ids) + request.max_tokens, self._max_known_tokens)
         request.samples = tuple(Sample(request, index, limit) for index in range(request.n))
-        request.num_live = request.n
+        request.num_live = sum(sample.state is SampleState.WAITING for sample in request.samples)
+        request.prompt_done = request.samples[0].state is SampleState.FINISHED
         self._requests[request.request_id] = request
         self._num_unstarted += 1
         self._room.enter(request)
@@ -381,7 +390,8 @@ class Scheduler:
 
     def _parent(self, sample: Sample, step: Step) -> Sample | None:
         """Return a sample whose prompt ``sample`` can share: it decodes since before this step."""
-        if sample.state is SampleState.WAITING and len(sample.request.samples) > 1:
+        # One that came with output of its own shares with the others what the prefix cache holds.
+        if sample.state is SampleState.WAITING and len(sample.request.samples) > 1 and not sample.num_output_tokens:
             for other in sample.request.samples:
                 if other.state is SampleState.DECODE and other.decode_since < step:
                     return other

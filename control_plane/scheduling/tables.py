@@ -6,7 +6,7 @@ This is the pool seen from a sample: how many blocks it needs, which of them exi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from control_plane.scheduling.block_pool import BlockPool
@@ -60,6 +60,18 @@ class Tables:
         last = len(shared)
         copies = (BlockCopy(parent.block_ids[last], block_ids[last]),) if (num_known - 1) % self._block_size else ()
         return Place(block_ids, num_known - 1, last, parent, copies)
+
+    def num_cached_tokens(self, token_ids: Sequence[int], cache_namespace: bytes, completed: int) -> int:
+        """Return how many tokens a request with these would find computed by step ``completed``. Takes nothing."""
+        block_size, num_found = self._block_size, 0
+        name = root_hash(cache_namespace)
+        # As in `_shared`: the last token is always computed.
+        while self.caching and num_found + block_size < len(token_ids):
+            name = block_hash(name, token_ids[num_found : num_found + block_size])
+            if not self.pool.match((name,), completed):
+                break
+            num_found += block_size
+        return num_found
 
     def grow(self, sample: Sample) -> tuple[BlockId, ...]:
         """Add one block to a sample's table. The caller has made sure that one is available."""

@@ -28,8 +28,13 @@ class WaitingRoom:
 
     def enter(self, request: Request) -> None:
         """A request comes: its first sample queues, the others wait for it to get through the prompt."""
-        self.queue(request.samples[0])
-        self._held.update(dict.fromkeys(request.samples[1:]))
+        for sample in request.samples:
+            if sample.state is SampleState.FINISHED:
+                continue  # it ended where the request comes from
+            if sample.index == 0 or request.prompt_done:
+                self.queue(sample)
+            else:
+                self._held[sample] = None
 
     def queue(self, sample: Sample) -> None:
         """Queue a sample that is not here."""

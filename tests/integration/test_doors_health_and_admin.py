@@ -72,12 +72,12 @@ async def test_readiness_is_that_of_the_engine_in_the_seat() -> None:
         watch = doors.health.Watch(named(INFERENCE))
         assert (await watch.read()).status == SERVING
         old = doors.engine
-        doors.seat.leave("the group is formed anew")
+        doors.fleet.leave("the group is formed anew")
         while (await watch.read()).status == SERVING:
             pass
         old.set_ready(True)  # the word of an engine of before counts no more
         assert (await doors.health.Check(named(INFERENCE))).status == NOT_SERVING
-        doors.seat.take(cast(Engine, old))
+        doors.fleet.take(cast(Engine, old))
         assert (await doors.health.Check(named(INFERENCE))).status == SERVING
         watch.cancel()
 
@@ -94,7 +94,7 @@ async def test_status_says_what_the_engine_does() -> None:
 
 async def test_status_answers_while_there_is_no_engine() -> None:
     async with open_doors() as doors:
-        doors.seat.leave("loading weights")
+        doors.fleet.leave("loading weights")
         status = await doors.admin.GetStatus(admin_pb2.GetStatusRequest())
     assert (status.ready, status.not_ready_reason) == (False, "loading weights")
     assert [(group.state, group.reason) for group in status.groups] == [("forming", "loading weights")]

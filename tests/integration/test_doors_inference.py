@@ -243,7 +243,7 @@ async def test_refusals_of_the_engine_keep_their_status(refusal: DuplicateReques
 
 async def test_unready_server_refuses_and_says_why() -> None:
     async with open_doors() as doors:
-        doors.seat.leave("the group is formed anew")
+        doors.fleet.leave("the group is formed anew")
         error = await refused(doors.inference.Generate(GenerateRequest(text="hi"), timeout=10).read())
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert "formed anew" in (error.details() or "")

@@ -13,7 +13,6 @@ from grpc_health.v1 import health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from control_plane.doors.admin import AdminDoor
-from control_plane.doors.engine_seat import EngineSeat
 from control_plane.doors.health import HealthDoor
 from control_plane.doors.inference import SERVICE as INFERENCE
 from control_plane.doors.inference import InferenceDoor
@@ -22,6 +21,7 @@ from control_plane.doors.vllm_engine import SERVICE as VLLM_ENGINE
 from control_plane.doors.vllm_engine import VllmEngineDoor
 from control_plane.engine import Engine
 from control_plane.engine_status import EngineLimits, EngineStatus
+from control_plane.fleet import Fleet
 from control_plane.generation import FinishReason, Generation
 from control_plane.generation_stream import GenerationStream
 from control_plane.live_request import LiveRequest
@@ -164,9 +164,9 @@ class FakeEngine:
 class Doors:
     """All doors on one loopback port, before a fake engine."""
 
-    def __init__(self, engine: FakeEngine, seat: EngineSeat, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, engine: FakeEngine, fleet: Fleet, channel: grpc.aio.Channel, address: str) -> None:
         self.engine = engine
-        self.seat = seat
+        self.fleet = fleet
         self.channel = channel
         self.address = address
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -184,12 +184,12 @@ async def open_doors(
     text = load_model_text(model)
     served = ServedModel(names=("fake", "alias"), source=model, text=text)
     engine = FakeEngine(text.tokenizer, limits)
-    seat = EngineSeat()
-    seat.take(cast(Engine, engine))
+    fleet = Fleet()
+    fleet.take(cast(Engine, engine))
     server = make_server(max_message_bytes)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceDoor(seat, served), server)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineDoor(seat, served, version="0"), server)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthDoor(seat, [INFERENCE, VLLM_ENGINE], repeat_s=0.2), server)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceDoor(fleet, served), server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineDoor(fleet, served, version="0"), server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthDoor(fleet, [INFERENCE, VLLM_ENGINE], repeat_s=0.2), server)
     drained: list[float | None] = []
 
     async def drain(deadline_s: float | None) -> int:
@@ -197,13 +197,13 @@ async def open_doors(
         engine.set_ready(False, "draining")
         return 2
 
-    admin = AdminDoor(seat, served, version="1.2.3", drain=drain, uptime_s=lambda: 5.0)
+    admin = AdminDoor(fleet, served, version="1.2.3", drain=drain, uptime_s=lambda: 5.0)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
     address = bind(server, "127.0.0.1:0")
     await server.start()
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
-        doors = Doors(engine, seat, channel, address)
+        doors = Doors(engine, fleet, channel, address)
         doors.drained = drained
         try:
             yield doors

@@ -1,0 +1,228 @@
+"""All groups of one control plane as one engine: what doors talk to, whichever groups live at the moment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from control_plane.engine import Engine
+from control_plane.engine_status import EngineLimits, FleetStatus, GroupView, RequestIds
+from control_plane.generation import Generation
+from control_plane.generation_stream import GenerationStream
+from control_plane.live_request import LiveRequest
+from control_plane.routing import choose_group
+from control_plane.scheduling.request import Request
+from service_chassis.errors import DuplicateRequest, NotReady
+from service_chassis.ids import RequestId
+
+log = structlog.get_logger(__name__)
+
+FORMING, READY, DRAINING, LOST = "forming", "ready", "draining", "lost"  # states of a group, as in admin.proto
+
+
+@dataclass(slots=True)
+class _Place:
+    """One group: its engine, or why it has none."""
+
+    engine: Engine | None = None
+    state: str = FORMING  # while there is no engine
+    reason: str = ""
+
+
+class Fleet:
+    """Holds the present engines by the name of their group. A group that is formed anew brings a new one.
+
+    Ready while one of them is. A control plane with one group needs no name for it.
+    """
+
+    def __init__(self, reason: str = "the model is being loaded") -> None:
+        """Begin empty; ``reason`` is what clients are told."""
+        self.now: Callable[[], float] = time.monotonic  # the clock of deadlines
+        self._started_at = self.now()
+        self.ids = RequestIds()  # of all engines, those of before too
+        self._places = {"0": _Place(reason=reason)}
+        self._closed_reason = ""  # said to every engine, those to come too
+        self._past_queries = self._past_hits = 0  # prefix cache lookups of engines that are gone
+        self._listeners: list[Callable[[bool], None]] = []
+
+    # What keepers of groups say
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Name the groups that are going to be."""
+        reason = self._places["0"].reason
+        self._places = {name: _Place(reason=reason) for name in names}
+
+    def take(self, engine: Engine, name: str = "0") -> None:
+        """Seat the engine of a group; readiness is its own from now on."""
+        self._places.setdefault(name, _Place()).engine = engine
+        engine.hand_over = lambda live, request: self._hand_over(engine, live, request)
+        if self._closed_reason:
+            engine.close(self._closed_reason)
+        engine.on_readiness(lambda _: self._tell(engine))
+
+    def leave(self, reason: str, name: str = "0", *, state: str = FORMING) -> None:
+        """Say that a group has no engine any more, and why."""
+        place = self._places.setdefault(name, _Place())
+        if place.engine is not None:
+            status = place.engine.status()
+            self._past_queries += status.prefix_cache_queries
+            self._past_hits += status.prefix_cache_hits
+        place.engine, place.state, place.reason = None, state, reason
+        self._tell(None)
+
+    def report(self, reason: str, name: str = "0") -> None:
+        """Say what is being waited for while a group has no engine."""
+        place = self._places.setdefault(name, _Place())
+        place.state, place.reason = FORMING, reason
+
+    # What doors ask
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are accepted."""
+        return any(engine.ready for engine in self._engines())
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why not, or nothing."""
+        if self.ready:
+            return ""
+        reasons = {name: place.engine.not_ready_reason if place.engine else place.reason for name, place in self._all()}
+        if len(set(reasons.values())) == 1:
+            return next(iter(reasons.values()))
+        return "; ".join(f"group {name}: {reason}" for name, reason in reasons.items())
+
+    def on_readiness(self, callback: Callable[[bool], None]) -> None:
+        """Call back with ``ready`` now and whenever it may have changed."""
+        self._listeners.append(callback)
+        callback(self.ready)
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What every group can take. Raises ``NotReady`` where there is none."""
+        every = (engine.limits for engine in self._some_engines())
+        return min(every, key=lambda limits: (limits.max_model_len, limits.num_blocks))
+
+    async def generate(self, generation: Generation) -> GenerationStream:
+        """Admit a request to the group that suits it best. Raises as ``Engine.generate`` does."""
+        ready = [engine for engine in self._engines() if engine.ready]
+        if not ready:
+            raise NotReady(f"not accepting requests: {self.not_ready_reason}")
+        request_id = generation.request_id
+        if len(self._places) > 1 and any(engine.knows(request_id) for engine in self._engines()):
+            raise DuplicateRequest(f"request_id={request_id!r}: is running")
+        engine = ready[0]
+        if len(ready) > 1:
+            tokens = () if generation.skip_reading_prefix_cache else generation.prompt_token_ids
+            candidates = [one.candidate(tokens, generation.cache_namespace) for one in ready]
+            choice = choose_group(candidates)
+            engine = ready[choice.chosen]
+            log.debug("request.routed", request_id=request_id, group=self._name_of(engine), reason=choice.reason)
+        return await engine.generate(generation)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request wherever it is; its id is free at once. False: it was not running."""
+        self.ids.free(request_id)
+        return any(engine.abort(request_id) for engine in self._engines())
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix that no row holds, in all groups; return the number of blocks."""
+        return sum(engine.reset_prefix_cache() for engine in self._some_engines())
+
+    def status(self) -> FleetStatus:
+        """Say what all groups are doing."""
+        groups = tuple(self._view(name, place) for name, place in self._all())
+        engines = [group.engine for group in groups if group.engine is not None]
+        return FleetStatus(
+            groups=groups,
+            uptime_s=self.now() - self._started_at,
+            num_running=sum(status.num_running for status in engines),
+            num_waiting=sum(status.num_waiting for status in engines),
+            prompt_tokens_per_s=sum(status.prompt_tokens_per_s for status in engines),
+            output_tokens_per_s=sum(status.output_tokens_per_s for status in engines),
+            steps_per_s=sum(status.steps_per_s for status in engines),
+            prefix_cache_queries=self._past_queries + sum(status.prefix_cache_queries for status in engines),
+            prefix_cache_hits=self._past_hits + sum(status.prefix_cache_hits for status in engines),
+            num_finished=max([self.ids.num_finished, *(status.num_finished for status in engines)]),
+        )
+
+    # What the server asks
+
+    async def drain(self, timeout_s: float | None) -> int:
+        """Accept no more requests and wait until none is left; after ``timeout_s`` abort the rest.
+
+        Returns:
+            How many were aborted.
+        """
+        self.close(DRAINING)
+        try:
+            async with asyncio.timeout(timeout_s):
+                # A request may move from one to another meanwhile.
+                while busy := [engine for engine in self._engines() if not engine.is_idle]:
+                    await busy[0].wait_idle()
+            return 0
+        except TimeoutError:
+            return self.abort_all()
+
+    def close(self, reason: str) -> None:
+        """Accept no more requests; those admitted go on."""
+        self._closed_reason = self._closed_reason or reason
+        for engine in self._engines():
+            engine.close(reason)
+
+    def abort_all(self) -> int:
+        """End every request with reason abort; return how many there were."""
+        return sum(engine.abort_all() for engine in self._engines())
+
+    # Inside
+
+    def _all(self) -> list[tuple[str, _Place]]:
+        return list(self._places.items())
+
+    def _engines(self) -> list[Engine]:
+        return [place.engine for place in self._places.values() if place.engine is not None]
+
+    def _some_engines(self) -> list[Engine]:
+        engines = self._engines()
+        if not engines:
+            raise NotReady(f"not accepting requests: {self.not_ready_reason}")
+        return engines
+
+    def _name_of(self, engine: Engine) -> str:
+        return next((name for name, place in self._all() if place.engine is engine), "")
+
+    def _view(self, name: str, place: _Place) -> GroupView:
+        engine = place.engine
+        if engine is None:
+            return GroupView(name=name, state=place.state, reason=place.reason, engine=None, limits=None)
+        reason = engine.not_ready_reason
+        state = READY if engine.ready else DRAINING if reason == DRAINING else LOST
+        return GroupView(name=name, state=state, reason=reason, engine=engine.status(), limits=engine.limits)
+
+    def _hand_over(self, lost: Engine, live: LiveRequest, request: Request) -> bool:
+        """Give a request of a lost group to the one that suits it best, if one can take it."""
+        others = [engine for engine in self._engines() if engine is not lost]
+        tokens = () if request.skip_reading_prefix_cache else request.longest_known()
+        while others:
+            candidates = [one.candidate(tokens, request.cache_namespace) for one in others]
+            engine = others.pop(choose_group(candidates).chosen)
+            if engine.take_over(live, request):
+                log.info(
+                    "request.moved",
+                    request_id=request.request_id,
+                    from_group=self._name_of(lost),
+                    to_group=self._name_of(engine),
+                    num_known_tokens=request.num_known_tokens(),
+                )
+                return True
+        return False
+
+    def _tell(self, engine: Engine | None) -> None:
+        if engine is not None and engine not in self._engines():
+            return  # an engine of before
+        for callback in self._listeners:
+            callback(self.ready)

@@ -1,0 +1,159 @@
+"""Keep one group alive: form it, run its engine, see it lost, form it anew, or give up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from enum import Enum
+
+from control_plane.engine import Engine
+from control_plane.fleet import LOST, Fleet
+from control_plane.group.backoff import Backoff
+from control_plane.group.formation import ProgressCallback
+from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
+from control_plane.group.settings import GroupFacts
+from control_plane.group.worker_group import WorkerGroup
+from service_chassis.errors import ManipleError
+from service_chassis.ids import Rank
+from service_chassis.telemetry import get_logger
+
+log = get_logger()
+
+
+class OnGroupLoss(Enum):
+    """What follows the loss of a group."""
+
+    REFORM = "reform"  # form it anew
+    EXIT = "exit"  # leave that to whoever restarts this process
+
+
+class GroupKeeper:
+    """The life of one group, over any number of formations. One task runs ``start`` and then ``run``."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        fleet: Fleet,
+        make_group: Callable[[], WorkerGroup],
+        make_engine: Callable[[WorkerGroup, GroupFacts], Engine],
+        on_group_loss: OnGroupLoss,
+        backoff: Backoff,
+        progress: ProgressCallback,
+        on_lost: Callable[[str, float | None], None] = lambda reason, retry_in_s: None,
+        on_formed: Callable[[GroupFacts], None] = lambda facts: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take what is needed.
+
+        Args:
+            name: of the group, for people.
+            fleet: is told of every engine.
+            make_group: returns a group not yet formed.
+            make_engine: returns an engine with an empty batch for a group that was just formed.
+            on_group_loss: the policy.
+            backoff: of this group alone.
+            progress: told of every stage of every formation.
+            on_lost: told of a loss, or of a formation that failed after one, and when the next attempt comes, if any.
+            on_formed: told when the group lives again after a loss.
+            clock: the backoff's.
+        """
+        self.name = name
+        self._fleet = fleet
+        self._make_group = make_group
+        self._make_engine = make_engine
+        self._on_group_loss = on_group_loss
+        self._backoff = backoff
+        self._progress = progress
+        self._on_lost = on_lost
+        self._on_formed = on_formed
+        self._clock = clock
+        # Of the present life:
+        self._group: WorkerGroup | None = None
+        self._engine: Engine | None = None
+        self._loop: asyncio.Task[None] | None = None
+        self._loss: LossReason | None = None
+        self._lost = asyncio.Event()
+
+    async def start(self) -> GroupFacts:
+        """Form the group and seat its engine.
+
+        Raises:
+            GroupNotFormed, InvalidParameter: as ``WorkerGroup.form``; nothing is left of the attempt.
+        """
+        self._loss = None
+        self._lost.clear()
+        self._group = self._make_group()
+        facts = await self._group.form(self._report_stage)
+        self._engine = self._make_engine(self._group, facts)
+        self._engine.on_lost = self._on_engine_lost
+        self._loop = asyncio.create_task(self._engine.run(), name=f"engine-{self.name}")
+        self._loop.add_done_callback(self._on_loop_done)
+        self._backoff.formed(self._clock())
+        self._fleet.take(self._engine, self.name)
+        log.info(
+            "engine.started",
+            group=self.name,
+            epoch=facts.epoch,
+            num_blocks=facts.num_blocks,
+            formed_in_s=round(facts.formed_in_s, 3),
+        )
+        return facts
+
+    async def run(self) -> LossReason:
+        """Keep the started group alive; return the last loss when that is given up."""
+        while True:
+            await self._lost.wait()
+            assert self._loss is not None
+            loss = self._loss
+            await self._end_life(loss.reason)
+            # A group that has another owner is not ours to form.
+            while (delay_s := self._next_delay_s(loss)) is not None:
+                log.warning("group.lost", group=self.name, reason=loss.reason, retry_in_s=delay_s)
+                self._on_lost(loss.reason, delay_s)
+                await asyncio.sleep(delay_s)
+                try:
+                    facts = await self.start()
+                except (GroupNotFormed, ManipleError) as error:
+                    loss = error.loss if isinstance(error, GroupNotFormed) else LossReason(None, error.message)
+                    self._fleet.leave(loss.reason, self.name, state=LOST)
+                else:
+                    self._on_formed(facts)
+                    break
+            if delay_s is None:
+                log.error("group.given_up", group=self.name, reason=loss.reason, failures=self._backoff.num_failures)
+                self._on_lost(loss.reason, None)
+                return loss
+
+    async def end(self, reason: str) -> None:
+        """End the group and everything of it, in whatever state it is. ``run`` must not be under way any more."""
+        await self._end_life(reason)
+
+    def _next_delay_s(self, loss: LossReason) -> float | None:
+        if self._on_group_loss is OnGroupLoss.EXIT or loss.kind is LossKind.FENCED:
+            return None
+        return self._backoff.failed(self._clock())
+
+    async def _end_life(self, reason: str) -> None:
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+        if self._group is not None:
+            await self._group.teardown(reason)
+
+    def _report_stage(self, stage: str, rank: Rank, share: float, detail: str) -> None:
+        self._fleet.report(f"rank {rank}: {stage} {share:.0%}", self.name)
+        self._progress(stage, rank, share, detail)
+
+    def _on_engine_lost(self, loss: LossReason) -> None:
+        self._loss = loss
+        self._fleet.leave(loss.reason, self.name, state=LOST)
+        self._lost.set()
+
+    def _on_loop_done(self, loop: asyncio.Task[None]) -> None:
+        """End the clients when the engine's loop failed: a defect of ours must not become a silent hang."""
+        error = None if loop.cancelled() else loop.exception()
+        if error is not None and self._engine is not None:
+            log.error("engine.failed", group=self.name, exc_info=error)
+            self._engine.fail(LossReason(None, f"the control plane failed: {type(error).__name__}"))
