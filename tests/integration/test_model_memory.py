@@ -44,24 +44,19 @@ num_blocks = (400 << 20) // facts.block_bytes
 kv_bytes = runner.allocate_kv_cache(num_blocks)
 runner.warm_up((), True, lambda share, what: None)
 Path("/proc/self/clear_refs").write_text("5")
-# Rows of 2 048 tokens until all blocks were written.
-table, step = list(range(1, num_blocks)), 0
-for row in range(num_blocks * block_size // 2048 + 1):
-    mine = table[row * 128 : row * 128 + 128]
-    for start in range(0, len(mine) * block_size, budget):
-        step += 1
-        tokens = np.arange(len(mine) * block_size, dtype=np.int32)
-        new = NewRow(req_index=row, row_key=row, request_id="r", sample_index=0, token_ids=tokens,
-                     num_prompt_tokens=len(tokens), num_computed_tokens=0, num_prefill_tokens=len(tokens),
-                     sampling=RowSampling())
-        count = min(budget, len(tokens) - start)
-        work = StepWork(step=step, mode=Mode.RUN, new_rows=(new,) if start == 0 else (),
-                        table_changes=(TableChange(row, 0, TableOp.REPLACE, tuple(mine)),) if start == 0 else (),
-                        rows=np.array([row], np.int32), num_computed_tokens=np.array([start], np.int32),
-                        num_scheduled_tokens=np.array([count], np.int32),
-                        samples=np.array([False]))
-        runner.apply(work)
-        runner.execute(work)
+# A step of the whole budget, and then every block is written, by copies.
+table = tuple(range(1, budget // block_size + 1))
+tokens = np.arange(budget, dtype=np.int32)
+new = NewRow(req_index=0, row_key=1, request_id="r", sample_index=0, token_ids=tokens, num_prompt_tokens=budget,
+             num_computed_tokens=0, num_prefill_tokens=budget, sampling=RowSampling())
+work = StepWork(step=1, mode=Mode.RUN, new_rows=(new,), table_changes=(TableChange(0, 0, TableOp.REPLACE, table),),
+                rows=np.array([0], np.int32), num_computed_tokens=np.array([0], np.int32),
+                num_scheduled_tokens=np.array([budget], np.int32), samples=np.array([True]))
+runner.apply(work)
+runner.execute(work)
+for first in range(len(table) + 1, num_blocks, 20):
+    copies = tuple((0, 1, block) for block in range(first, min(first + 20, num_blocks)))
+    runner.apply(StepWork(step=2, mode=Mode.APPLY_ONLY, block_copies=copies))
 print(json.dumps({"predicted": memory.base_bytes + kv_bytes, "real": status("VmHWM"), "weights": memory.weight_bytes,
                   "kv": kv_bytes, "kv_offered": memory.kv_bytes, "total": memory.total_bytes}))
 """
