@@ -19,15 +19,16 @@ from torch import Tensor
 
 from maniple_kernels.gumbel import gumbel_argmax
 from maniple_kernels.paged_attention import plan_attention
-from service_chassis.errors import NotBuilt
 from worker_service.input_batch import InputBatch, StepInput
 from worker_service.kv_cache import KvCache, KvCacheSpec
 from worker_service.memory import KvDemand, plan_memory
 from worker_service.models.registry import Model, load_model
 from worker_service.platforms.choose import choose_platform
+from worker_service.process_group import LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
 from worker_service.sampling.sampler import Sampler
 from worker_service.step_work import Int32Array, Mode, StepOutput, StepWork
+from worker_service.tensor_group import TensorGroup
 
 _NOTHING_SAMPLED = np.zeros(0, np.int32)
 
@@ -42,25 +43,33 @@ class TorchModelRunner:
     _kv: KvCache | None = None
 
     def __init__(self, *, device: str = "auto", rank: int = 0, world_size: int = 1, num_threads: int = 0) -> None:
-        if world_size != 1:
-            raise NotBuilt(f"a real model runs on one rank, not on {world_size}")
         self._rank = rank
         self._world_size = world_size
         self._platform = choose_platform(device, rank=rank, num_threads=num_threads)
+        self._tensors = TensorGroup(self._platform.device)
+        self._group: ProcessGroup = LoneProcessGroup("")
 
     @property
     def device(self) -> str:
         """Cpu or cuda."""
         return self._platform.name
 
+    def join(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._platform.share(group.num_sharing)
+        self._platform.bind()
+        self._tensors.join(group)
+
     def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         self._platform.bind()
-        model, dtype, max_model_len = load_model(options, self._platform, self._rank, self._world_size, progress)
+        model, dtype, max_model_len = load_model(
+            options, self._platform, self._rank, self._world_size, progress, self._tensors
+        )
         config = model.config
         self._model, self._options, self._max_model_len = model, options, max_model_len
         self._spec = KvCacheSpec(
             num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads // self._world_size,
+            num_kv_heads=model.num_kv_heads,
             head_dim=config.head_dim,
             block_size=options.block_size,
             dtype=dtype,
@@ -159,9 +168,14 @@ class TorchModelRunner:
         if len(hidden) > len(rows):
             last = np.cumsum(work.num_scheduled_tokens)[work.samples] - 1
             hidden = hidden[self._on_device(last)]
-        sampled = self._sampler.sample(self._compute_logits(hidden), rows)
+        sampled = self._agree(self._compute_logits(hidden), rows)
         batch.append(rows, sampled)
         return sampled
+
+    def _agree(self, logits: Tensor | None, rows: Int32Array) -> Int32Array:
+        """Have rank 0, which has the logits, decide the tokens of ``rows`` and tell the others."""
+        own = self._sampler.sample(logits, rows).tobytes() if logits is not None else b""
+        return np.frombuffer(self._group.broadcast(own), np.int32)
 
     def _forward(self, step: StepInput, kv: KvCache) -> Tensor:
         """Return the hidden state of every token of the step."""
@@ -175,7 +189,7 @@ class TorchModelRunner:
             plan,
         )
 
-    def _compute_logits(self, hidden: Tensor) -> Tensor:
+    def _compute_logits(self, hidden: Tensor) -> Tensor | None:
         assert self._model is not None
         return self._model.logits(hidden)
 
@@ -197,8 +211,9 @@ class TorchModelRunner:
         with torch.inference_mode():
             hidden = self._forward(step, kv)
             logits = self._compute_logits(hidden[: self._options.max_num_seqs])
-            logits.argmax(dim=-1)
-            if self._platform.device.type == "cpu":
+            if logits is not None:
+                logits.argmax(dim=-1)
+            if logits is not None and self._platform.device.type == "cpu":
                 gumbel_argmax(logits, np.zeros((len(logits), 2), np.uint32))
         self._platform.synchronize()
 

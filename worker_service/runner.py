@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from worker_service.process_group import ProcessGroup
 from worker_service.step_work import StepOutput, StepWork
 
 Progress = Callable[[float, str], None]  # (share done in [0, 1], what for people)
@@ -62,6 +63,12 @@ class ModelRunner(Protocol):
     @property
     def device(self) -> str:
         """cpu, cuda or scripted."""
+
+    def join(self, group: ProcessGroup) -> None:
+        """Compute with the ranks of a newly formed group from now on. Before ``load_model``, and for each formation.
+
+        Every rank does this at the same stage, so collectives are allowed.
+        """
 
     def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         """Read this rank's shard. Raises ``InvalidParameter`` for a model or dtype that cannot be served."""

@@ -3,7 +3,8 @@
 Its "KV cache" holds one number per slot: h of a token is a hash of the token and of h of the token before, read from
 the slot that the row's block table names. So a wrong table, a block reused too early or a bad prefix hit changes the
 tokens, as it would with a real model; and tokens depend on nothing but the row: not on its mates, chunks, preemptions
-or rank.
+or the number of ranks. Of several ranks each fills its own slots, all meet in every step, and rank 0 says what was
+sampled, as with a real model.
 
 Works without torch. Rows that need more than greedy, seeded or forced output then are refused; with torch they go
 through the real sampler.
@@ -24,6 +25,7 @@ from service_chassis.errors import InvalidParameter, NotBuilt
 from service_chassis.protocol.arrays import UInt64Array, mix_array, token_terms_sum
 from service_chassis.protocol.digest import MASK64, mix, row_factor, token_term
 from service_chassis.scripted import Fault, ScriptedOptions
+from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
 from worker_service.sampling.columns import SamplingColumns
 from worker_service.scripted_sampling import Float32Array, needs_full_sampler, sample_plainly
@@ -67,6 +69,10 @@ class ScriptedRunner:
         self._forced: dict[int, tuple[int, ...]] = {}  # what a row emits by output index; absent: it samples
         self._full: set[int] = set()  # rows for the real sampler
         self._sampler: Sampler | None = None
+        self._group: ProcessGroup = LoneProcessGroup("")
+
+    def join(self, group: ProcessGroup) -> None:
+        self._group = group
 
     def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         if options.dtype not in ("auto", "float32"):
@@ -189,7 +195,8 @@ class ScriptedRunner:
         )
         last = np.array([self._compute(*span) for span in spans], np.uint64)
         positions = work.num_computed_tokens + work.num_scheduled_tokens
-        token_ids = self._sample(work.rows[work.samples], positions[work.samples], last[work.samples])
+        self._group.barrier()  # where the layers of a real model meet
+        token_ids = self._decide(work.rows[work.samples], positions[work.samples], last[work.samples])
         num_tokens = int(work.num_scheduled_tokens.sum())
         wanted_s = self._options.step_time_s + num_tokens * self._options.step_time_per_token_s
         if (left_s := started + wanted_s - time.monotonic()) > 0:
@@ -213,8 +220,20 @@ class ScriptedRunner:
             self._slots[table[position // size] * size + position % size] = h
         return h
 
+    def _decide(self, rows: Int32Array, positions: Int32Array, last: UInt64Array) -> Int32Array:
+        """Have rank 0 choose the token at ``positions`` of ``rows``, and know it from now on."""
+        if len(rows) == 0:
+            return np.zeros(0, np.int32)
+        own = self._sample(rows, positions, last).tobytes() if self._group.rank == OUTPUT_RANK else b""
+        token_ids = np.frombuffer(self._group.broadcast(own), np.int32)
+        self.token_ids[rows, positions] = token_ids
+        self.num_tokens[rows] = positions + 1
+        for row, position, token in zip(rows.tolist(), positions.tolist(), token_ids.tolist(), strict=True):
+            self._token_digests[row] += token_term(row_factor(self._keys[row]), position, token)
+        return token_ids
+
     def _sample(self, rows: Int32Array, positions: Int32Array, last: UInt64Array) -> Int32Array:
-        """Choose the token at ``positions`` of ``rows``, whose last h is ``last``, and know it from now on."""
+        """Choose the token at ``positions`` of ``rows``, whose last h is ``last``."""
         token_ids = np.zeros(len(rows), np.int32)
         full: list[int] = []  # places
         plain: list[int] = []
@@ -238,10 +257,6 @@ class ScriptedRunner:
 
             logits = torch.from_numpy(self._logits(last[full]))
             token_ids[full] = self._real_sampler().sample(logits, rows[full])
-        self.token_ids[rows, positions] = token_ids
-        self.num_tokens[rows] = positions + 1
-        for row, position, token in zip(rows.tolist(), positions.tolist(), token_ids.tolist(), strict=True):
-            self._token_digests[row] += token_term(row_factor(self._keys[row]), position, token)
         return token_ids
 
     def _logits(self, last: UInt64Array) -> Float32Array:

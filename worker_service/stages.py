@@ -17,16 +17,17 @@ from service_chassis.errors import InternalError, InvalidParameter, ManipleError
 from service_chassis.telemetry import get_logger
 from worker_service.config import WorkerConfig
 from worker_service.heartbeat import Busy, Failure, Vitals, failure_of
-from worker_service.process_group import ProcessGroup, form_process_group
+from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup, check_formation
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, ModelRunner, Progress
 from worker_service.runners import make_runner
+from worker_service.socket_group import Rendezvous, form_socket_group
 from worker_service.step_loop import StepLoop, freeze_collector
 from worker_service.steps import Steps
 
 T = TypeVar("T")
 
 # How long each stage may take before it counts as stuck. Generous: a load may read hundreds of GB from a network disk.
-_UP_TO_S = {"load": 1800.0, "profile": 300.0, "allocate": 300.0, "capture": 900.0}
+_UP_TO_S = {"form": 300.0, "load": 1800.0, "profile": 300.0, "allocate": 300.0, "capture": 900.0}
 
 
 class Stages:
@@ -49,6 +50,7 @@ class Stages:
         self._steps = steps
         self._on_failure = on_failure
         self._group: ProcessGroup | None = None
+        self._rendezvous: Rendezvous | None = None  # on rank 0 of several, from the first Join on
         self._loaded: tuple[LoadOptions, ModelFacts] | None = None
         self._profiled: MemoryFacts | None = None
         self._lock = asyncio.Lock()  # stages run one after another, whoever asks
@@ -79,6 +81,17 @@ class Stages:
         """Where the loaded model came from, or nothing."""
         return self._loaded[1].source if self._loaded is not None else ""
 
+    def rendezvous(self) -> str:
+        """Return where rank 0 waits for the others; nothing on other ranks, and with one rank."""
+        if self._config.world_size == 1 or self._config.rank != OUTPUT_RANK:
+            return ""
+        if self._rendezvous is None:
+            listen = self._config.listen
+            # Behind a Unix socket everybody who matters is on this machine.
+            host = "127.0.0.1" if listen.startswith("unix:") else listen.rpartition(":")[0]
+            self._rendezvous = Rendezvous(host)
+        return f":{self._rendezvous.port}"
+
     def abort_collectives(self) -> None:
         """Have the device thread come back from a collective that will never end."""
         if self._group is not None:
@@ -100,16 +113,41 @@ class Stages:
         async def form() -> worker_pb2.FormGroupResponse:
             if request.rank != self._config.rank:
                 raise InvalidParameter("rank", request.rank, f"this is rank {self._config.rank}")
+            if request.world_size != self._config.world_size:
+                rule = f"this rank was started for {self._config.world_size}"
+                raise InvalidParameter("world_size", request.world_size, rule)
+            check_formation(request.formation_id, request.rank, request.world_size, request.rendezvous)
             if self._group is None or request.formation_id != self._group.formation_id:
-                group = form_process_group(request.formation_id, request.rank, request.world_size)
                 self.leave_formation()
-                self._group = group
+                group = self._group = await self._form(request)
                 self._vitals.formation_id = group.formation_id
                 self.stage = worker_pb2.WORKER_STAGE_FORMED
-                get_logger().info("group.formed", formation_id=group.formation_id, backend=group.backend)
+                get_logger().info(
+                    "group.formed",
+                    formation_id=group.formation_id,
+                    backend=group.backend,
+                    world_size=group.world_size,
+                    num_sharing=group.num_sharing,
+                )
             return worker_pb2.FormGroupResponse(device=self.device, backend=self._group.backend)
 
         return await self._run(worker_pb2.WORKER_STAGE_UNSPECIFIED, worker_pb2.WORKER_STAGE_READY, form)
+
+    async def _form(self, request: worker_pb2.FormGroupRequest) -> ProcessGroup:
+        if request.world_size == 1:
+            return LoneProcessGroup(request.formation_id)
+        timeout_s = request.timeout_ms / 1000 if request.timeout_ms else _UP_TO_S["form"]
+        return await self._on_device(
+            "form",
+            lambda _: form_socket_group(
+                request.formation_id,
+                request.rank,
+                request.world_size,
+                rendezvous=request.rendezvous,
+                listener=self._rendezvous,
+                timeout_s=timeout_s,
+            ),
+        )
 
     async def load_model(self, request: worker_pb2.LoadModelRequest) -> worker_pb2.LoadModelResponse:
         """Stage 2. What is loaded already is not loaded again."""
@@ -131,6 +169,8 @@ class Stages:
             if self._loaded is None or self._loaded[0] != options:
                 self._loaded = self._profiled = None
                 self._loaded = options, await self._on_device("load", lambda progress: self._load(options, progress))
+            else:
+                await self._on_device("load", lambda _: self._join())
             facts, duration_s = self._loaded[1], time.monotonic() - started
             self.stage = worker_pb2.WORKER_STAGE_LOADED
             get_logger().info("model.loaded", architecture=facts.architecture, dtype=facts.dtype, duration_s=duration_s)
@@ -141,9 +181,15 @@ class Stages:
     def _load(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         self._step_loop.runner = None  # the old weights go before the new ones come
         runner = make_runner(options.model, self._config)
+        self._join(runner)
         facts = runner.load_model(options, progress)
         self._step_loop.runner = runner
         return facts
+
+    def _join(self, runner: ModelRunner | None = None) -> None:
+        """Put the runner into the formation: before it loads, since another rank may have its weights already."""
+        assert self._group is not None
+        (runner or self._runner).join(self._group)
 
     async def profile_memory(self, request: worker_pb2.ProfileMemoryRequest) -> worker_pb2.ProfileMemoryResponse:
         """Stage 3. Measured once per load: later a KV cache lies in the memory that would be measured."""

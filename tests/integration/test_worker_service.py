@@ -366,7 +366,7 @@ async def test_calls_that_do_not_fit_are_refused_and_the_rank_lives(tmp_path: Pa
         early = await refused(stub.ProfileMemory(worker_pb2.ProfileMemoryRequest(epoch=1)))
         assert early.reason == "WRONG_STATE"
         two = worker_pb2.FormGroupRequest(epoch=1, formation_id="f", rank=0, world_size=2)
-        assert "more than one rank are not built yet" in (await refused(stub.FormGroup(two))).message
+        assert "world_size=2: this rank was started for 1" in (await refused(stub.FormGroup(two))).message
         assert (await refused(worker.load(dtype="float8"))).reason == "INVALID_PARAMETER"
         assert "max_num_seqs=0" in (await refused(worker.load(max_num_seqs=0))).message
         sleep = await refused(stub.Sleep(worker_pb2.WorkerServiceSleepRequest(epoch=1, level=1)))

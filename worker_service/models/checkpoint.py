@@ -1,14 +1,16 @@
 """Read a safetensors checkpoint straight into the model's final tensors.
 
-Files are read one after the other and tensor by tensor, into the memory where the weights stay: nothing is mapped and
-at most one tensor lies beside the model. Headers of all files are checked before the first byte of weights is read, so
-that a missing, cut or foreign file is named, with the tensor, within milliseconds.
+Files are read one after the other and tensor by tensor, into the memory where the weights stay: nothing is mapped, at
+most one tensor lies beside the model, and of a tensor that is split a rank reads its own part. Headers of all files are
+checked before the first byte of weights is read, so that a missing, cut or foreign file is named, with the tensor,
+within milliseconds.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,21 +31,29 @@ _LONGEST_HEADER = 100_000_000
 class Slot:
     """Where one tensor of the checkpoint goes.
 
-    ``target`` is what this rank keeps: with several ranks the part ``rank`` of the tensor, cut along ``split_dim``.
+    ``target`` is what this rank keeps: with several ranks one of ``num_parts`` parts of the tensor, cut along
+    ``split_dim``. Part i of a dimension of n is [n * i // num_parts, n * (i + 1) // num_parts).
     """
 
     target: Tensor
     split_dim: int | None = None
-    rank: int = 0
-    world_size: int = 1
+    part: int = 0
+    num_parts: int = 1
+    full_size: int = 0  # of ``split_dim`` in the checkpoint; 0: the parts are of one size
 
     @property
     def full_shape(self) -> list[int]:
         """The tensor's shape in the checkpoint."""
         shape = list(self.target.shape)
         if self.split_dim is not None:
-            shape[self.split_dim] *= self.world_size
+            shape[self.split_dim] = self.full_size or shape[self.split_dim] * self.num_parts
         return shape
+
+    @property
+    def start(self) -> int:
+        """Where the part begins in the checkpoint's ``split_dim``."""
+        assert self.split_dim is not None
+        return self.full_shape[self.split_dim] * self.part // self.num_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +98,7 @@ def load_checkpoint(
             _refuse(entries[name].path, name, f"must be of type {', '.join(_DTYPES)}, not {entries[name].kind}")
         if entries[name].shape != slot.full_shape:
             _refuse(entries[name].path, name, f"must have shape {slot.full_shape}, not {entries[name].shape}")
-    total = sum(entries[name].num_bytes for name in slots)
+    total = sum(slot.target.numel() for slot in slots.values())
     done = 0
     by_file: dict[Path, list[str]] = {}
     for name in slots:
@@ -98,7 +108,7 @@ def load_checkpoint(
             for name in sorted(names, key=lambda name: entries[name].start):
                 progress(done / max(1, total), f"{path.name}: {name}")
                 _fill(file, name, entries[name], slots[name])
-                done += entries[name].num_bytes
+                done += slots[name].target.numel()
 
 
 def _refuse(path: Path, tensor: str, rule: str) -> None:
@@ -154,25 +164,30 @@ def _entry(path: Path, data_start: int, described: Mapping[str, Any]) -> _Entry:
 
 
 def _fill(file: BinaryIO, name: str, entry: _Entry, slot: Slot) -> None:
+    """Read what the slot keeps of a tensor, and nothing else."""
     target, dtype = slot.target, _DTYPES[entry.kind]
-    file.seek(entry.start)
     direct = target.is_contiguous() and target.dtype is dtype and target.device.type == "cpu"
-    if direct and slot.split_dim is None:
-        _read_into(file, name, entry, target)
-        return
-    whole = torch.empty(entry.shape, dtype=dtype)
-    _read_into(file, name, entry, whole)
-    if slot.split_dim is not None:
-        size = target.shape[slot.split_dim]
-        whole = whole.narrow(slot.split_dim, slot.rank * size, size)
-    target.copy_(whole)
+    kept = target if direct else torch.empty(target.shape, dtype=dtype)
+    # The file holds rows of ``stride`` bytes each, one for every place in the dimensions before the cut one; of each
+    # row the part is one piece.
+    buffer = memoryview(kept.view(torch.uint8).reshape(-1).numpy().data)
+    if slot.split_dim is None:
+        _read_into(file, name, entry, entry.start, buffer)
+    else:
+        outer = math.prod(entry.shape[: slot.split_dim])
+        stride, piece = entry.num_bytes // max(1, outer), len(buffer) // max(1, outer)
+        begin = entry.start + stride // max(1, entry.shape[slot.split_dim]) * slot.start
+        for row in range(outer):
+            _read_into(file, name, entry, begin + row * stride, buffer[row * piece : (row + 1) * piece])
+    if not direct:
+        target.copy_(kept)
 
 
-def _read_into(file: BinaryIO, name: str, entry: _Entry, target: Tensor) -> None:
-    buffer = memoryview(target.view(torch.uint8).reshape(-1).numpy().data)
+def _read_into(file: BinaryIO, name: str, entry: _Entry, start: int, buffer: memoryview) -> None:
     read = 0
     while read < len(buffer):
-        count = file.readinto(buffer[read:])  # type: ignore[attr-defined]
+        count = os.preadv(file.fileno(), [buffer[read:]], start + read)
         if not count:
-            _refuse(entry.path, name, f"could be read to byte {read} of {entry.num_bytes}: the file was cut meanwhile")
+            at = start + read - entry.start
+            _refuse(entry.path, name, f"could be read to byte {at} of {entry.num_bytes}: the file was cut meanwhile")
         read += count

@@ -1,14 +1,22 @@
-"""Linear layers and the embedding: weights in their final form, and how each is split over the ranks of a group."""
+"""Linear layers and the embedding: weights in their final form, and how each is split over the ranks of a group.
+
+A pair of layers costs one exchange: the first is split by outputs (``FusedLinear``), each rank goes on with its own,
+the second is split by inputs (``RowLinear``), and the partial results are added up. Embedding and scores are split by
+ids.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from worker_service.models.checkpoint import Slot
+from worker_service.tensor_group import TensorGroup
 
 # Rows of one tile under --batch-invariant. A matrix product of exactly this many rows gives a row the same bits
 # whatever the other rows hold and wherever it stands; other heights choose other kernels and orders of summation.
@@ -28,6 +36,8 @@ class Placement:
     rank: int = 0
     world_size: int = 1
     batch_invariant: bool = False
+    # Of this rank alone unless one is given, which joins the others before the first forward.
+    group: TensorGroup = field(default_factory=lambda: TensorGroup(torch.device("cpu")))
 
     def share(self, size: int, what: str) -> int:
         """Return this rank's part of a dimension that is split evenly."""
@@ -37,9 +47,21 @@ class Placement:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def part(self, target: Tensor, dim: int) -> Slot:
-        """Return the slot of this rank's part, along ``dim``, of a tensor of the checkpoint."""
-        return Slot(target) if self.world_size == 1 else Slot(target, dim, self.rank, self.world_size)
+    def part(self, target: Tensor, dim: int, *, num_parts: int = 0, full_size: int = 0) -> Slot:
+        """Return the slot of this rank's part, along ``dim``, of a tensor of the checkpoint.
+
+        Args:
+            target: what is kept.
+            dim: that is cut.
+            num_parts: if there are fewer parts than ranks; neighbouring ranks then keep the same.
+            full_size: of ``dim``, where it may not come out even.
+        """
+        parts = num_parts or self.world_size
+        return Slot(target) if parts == 1 else Slot(target, dim, self.rank * parts // self.world_size, parts, full_size)
+
+    def ids(self, vocab_size: int) -> range:
+        """Return this rank's part of the vocabulary; parts differ by at most one."""
+        return range(vocab_size * self.rank // self.world_size, vocab_size * (self.rank + 1) // self.world_size)
 
 
 class Linear:
@@ -50,6 +72,7 @@ class Linear:
         self.bias = placement.empty(out_features) if bias else None
         self._placement = placement
         self._packed: Tensor | None = None
+        self._added_bias = True  # by this rank
 
     @property
     def num_bytes(self) -> int:
@@ -70,9 +93,10 @@ class Linear:
         return self._in_tiles(x) if self._placement.batch_invariant else self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
+        bias = self.bias if self._added_bias else None
         if self._packed is None:
-            return functional.linear(x, self.weight, self.bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            return functional.linear(x, self.weight, bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return y
 
     def _in_tiles(self, x: Tensor) -> Tensor:
@@ -88,32 +112,41 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+class Cut(NamedTuple):
+    """How the outputs of one projection are dealt out."""
+
+    size: int  # in the whole model
+    num_parts: int  # as many as ranks, or fewer: then several ranks keep the same part
+
+
 class FusedLinear(Linear):
     """Several projections of one input, their outputs side by side; each split over the ranks by columns."""
 
-    def __init__(self, placement: Placement, in_features: int, parts: dict[str, int], *, bias: bool) -> None:
-        """Take the outputs of each part in the whole model; the split must come out even."""
-        self._parts = {name: placement.share(size, name) for name, size in parts.items()}
-        super().__init__(placement, in_features, sum(self._parts.values()), bias=bias)
+    def __init__(self, placement: Placement, in_features: int, cuts: Mapping[str, Cut], *, bias: bool) -> None:
+        """Take how each part is cut; the cuts must come out even."""
+        self._cuts = cuts
+        super().__init__(placement, in_features, sum(size // parts for size, parts in cuts.values()), bias=bias)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Return where ``<prefix><part>.weight`` and ``.bias`` of the checkpoint go."""
         result: dict[str, Slot] = {}
         start = 0
-        for name, size in self._parts.items():
+        for name, (size, num_parts) in self._cuts.items():
+            end = start + size // num_parts
             for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
                 if tensor is not None:
-                    result[f"{prefix}{name}.{kind}"] = self._placement.part(tensor[start : start + size], 0)
-            start += size
+                    result[f"{prefix}{name}.{kind}"] = self._placement.part(tensor[start:end], 0, num_parts=num_parts)
+            start = end
         return result
 
 
 class RowLinear(Linear):
-    """A projection whose input is split over the ranks: partial results are to be summed over them."""
+    """A projection whose input is split over the ranks: partial results are added up over them."""
 
     def __init__(self, placement: Placement, in_features: int, out_features: int, *, bias: bool) -> None:
         """Take the sizes in the whole model."""
         super().__init__(placement, placement.share(in_features, "inputs"), out_features, bias=bias)
+        self._added_bias = placement.rank == 0  # once in the sum
 
     def slots(self, name: str) -> dict[str, Slot]:
         result = {f"{name}.weight": self._placement.part(self.weight, 1)}
@@ -121,19 +154,48 @@ class RowLinear(Linear):
             result[f"{name}.bias"] = Slot(self.bias)
         return result
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._placement.group.all_reduce(super().__call__(x))
+
+
+class Embedding:
+    """The vectors of the vocabulary's ids, split by ids."""
+
+    def __init__(self, placement: Placement, vocab_size: int, hidden_size: int) -> None:
+        self._placement = placement
+        self._vocab_size = vocab_size
+        self._ids = placement.ids(vocab_size)
+        self.weight = placement.empty(len(self._ids), hidden_size)
+
+    def slots(self, name: str) -> dict[str, Slot]:
+        return {f"{name}.weight": self._placement.part(self.weight, 0, full_size=self._vocab_size)}
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Return [num_tokens, hidden_size] of the weights' type."""
+        if self._placement.world_size == 1:
+            return functional.embedding(input_ids, self.weight)
+        within = input_ids - self._ids.start
+        foreign = (within < 0) | (within >= len(self._ids))
+        vectors = functional.embedding(within.masked_fill_(foreign, 0), self.weight)
+        vectors.masked_fill_(foreign[:, None], 0)
+        return self._placement.group.all_reduce(vectors)  # exact: all but one are zeros
+
 
 class VocabLinear(Linear):
     """The projection to scores of the vocabulary, split by ids; its weight may be the embedding's."""
 
     def __init__(self, placement: Placement, hidden_size: int, vocab_size: int, *, tied_to: Tensor | None) -> None:
-        rows = placement.share(vocab_size, "vocabulary")
-        super().__init__(placement, hidden_size, rows if tied_to is None else 0, bias=False)
+        self._vocab_size = vocab_size
+        self._num_ids = len(placement.ids(vocab_size))
+        super().__init__(placement, hidden_size, self._num_ids if tied_to is None else 0, bias=False)
         self._tied = tied_to is not None
         if tied_to is not None:
             self.weight = tied_to
 
     def slots(self, name: str) -> dict[str, Slot]:
-        return {} if self._tied else {f"{name}.weight": self._placement.part(self.weight, 0)}
+        if self._tied:
+            return {}
+        return {f"{name}.weight": self._placement.part(self.weight, 0, full_size=self._vocab_size)}
 
     def pack(self, *, keep_weight: bool = True) -> None:
         super().pack(keep_weight=keep_weight)
@@ -144,8 +206,22 @@ class VocabLinear(Linear):
         packed = 0 if self._packed is None else self._packed.numel() * self._packed.element_size()
         return plain + packed
 
-    def scores(self, x: Tensor) -> Tensor:
-        """Return [num_rows, vocab_size] float32 scores; where ``x`` is of less precision, the highest are made exact.
+    def scores(self, x: Tensor) -> Tensor | None:
+        """Return [num_rows, vocab_size] float32 scores on rank 0, which samples; None on the others."""
+        scores = self._own_scores(x)
+        placement = self._placement
+        if placement.world_size == 1:
+            return scores
+        # Parts of one size travel; where the vocabulary does not come out even the shorter are filled up.
+        longest = -(-self._vocab_size // placement.world_size)
+        gathered = placement.group.gather(functional.pad(scores, (0, longest - self._num_ids)))
+        if gathered is None:
+            return None
+        ids = [replace(placement, rank=rank).ids(self._vocab_size) for rank in range(placement.world_size)]
+        return torch.cat([part[:, : len(own)] for part, own in zip(gathered, ids, strict=True)], dim=1)
+
+    def _own_scores(self, x: Tensor) -> Tensor:
+        """Return [num_rows, ids of this rank] float32 scores; if ``x`` is less precise the highest are made exact.
 
         A product rounded to bfloat16 has steps of 0.125 at a score of 25, so that 7 % of all positions end in a tie at
         the top, which the lowest id would win. What lies within a step of the highest is computed again in float32.

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from maniple_kernels.kv_store import store_kv
 from maniple_kernels.paged_attention import AttentionPlan, attention_scale, paged_attention
@@ -19,7 +18,7 @@ from maniple_kernels.rotary import rotate_
 from maniple_kernels.silu_mul import silu_mul
 from worker_service.models.checkpoint import Slot
 from worker_service.models.config import LlamaConfig
-from worker_service.models.layers import FusedLinear, Placement, RowLinear, VocabLinear
+from worker_service.models.layers import Cut, Embedding, FusedLinear, Placement, RowLinear, VocabLinear
 from worker_service.models.rope import cosines_and_sines
 
 KvLayer = tuple[Tensor, Tensor]  # key cache, value cache
@@ -29,12 +28,15 @@ class Attention:
     """Self-attention over the paged cache."""
 
     def __init__(self, config: LlamaConfig, placement: Placement, window: int) -> None:
+        # With more ranks than KV heads several ranks keep the same one, beside different query heads of its group.
+        kv_parts = min(config.num_kv_heads, placement.world_size)
         self.num_heads = placement.share(config.num_heads, "attention heads")
-        self.num_kv_heads = placement.share(config.num_kv_heads, "KV heads")
+        self.num_kv_heads = config.num_kv_heads // kv_parts
         self.head_dim = config.head_dim
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = FusedLinear(placement, config.hidden_size, parts, bias=config.qkv_bias)
+        query, kv = Cut(query_size, placement.world_size), Cut(kv_size, kv_parts)
+        cuts = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        self.qkv = FusedLinear(placement, config.hidden_size, cuts, bias=config.qkv_bias)
         self.output = RowLinear(placement, query_size, config.hidden_size, bias=config.output_bias)
         self.q_norm = placement.empty(config.head_dim) if config.qk_norm else None
         self.k_norm = placement.empty(config.head_dim) if config.qk_norm else None
@@ -70,7 +72,8 @@ class DecoderLayer:
     def __init__(self, config: LlamaConfig, placement: Placement, window: int) -> None:
         size, inner = config.hidden_size, config.intermediate_size
         self.attention = Attention(config, placement, window)
-        self.gate_up = FusedLinear(placement, size, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias)
+        cut = Cut(inner, placement.world_size)
+        self.gate_up = FusedLinear(placement, size, {"gate_proj": cut, "up_proj": cut}, bias=config.mlp_bias)
         self.down = RowLinear(placement, inner, size, bias=config.mlp_bias)
         self.attention_norm = placement.empty(size)
         self.mlp_norm = placement.empty(size)
@@ -91,20 +94,17 @@ class LlamaModel:
     def __init__(self, config: LlamaConfig, placement: Placement, max_model_len: int) -> None:
         """Allocate the weights; their contents are undefined until ``slots`` were filled and ``pack`` was called."""
         self.config = config
-        self._placement = placement
         self._eps = config.rms_norm_eps
-        vocabulary = placement.share(config.vocab_size, "vocabulary")
-        self.embedding = placement.empty(vocabulary, config.hidden_size)
+        self.embedding = Embedding(placement, config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, placement, window) for window in config.windows]
         self.norm = placement.empty(config.hidden_size)
-        tied = self.embedding if config.tie_word_embeddings else None
+        tied = self.embedding.weight if config.tie_word_embeddings else None
         self.head = VocabLinear(placement, config.hidden_size, config.vocab_size, tied_to=tied)
         self._cos_sin = cosines_and_sines(config.rope, max_model_len).to(placement.device)
 
     def slots(self) -> dict[str, Slot]:
         """Return where each tensor of a checkpoint goes."""
-        embedding = self._placement.part(self.embedding, 0)
-        result = {"model.embed_tokens.weight": embedding, "model.norm.weight": Slot(self.norm)}
+        result = self.embedding.slots("model.embed_tokens") | {"model.norm.weight": Slot(self.norm)}
         for index, layer in enumerate(self.layers):
             result |= layer.slots(f"model.layers.{index}.")
         return result | self.head.slots("lm_head")
@@ -123,7 +123,7 @@ class LlamaModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights on this rank, as they are kept."""
-        total = self.head.num_bytes + sum(t.numel() * t.element_size() for t in (self.embedding, self.norm))
+        total = self.head.num_bytes + sum(t.numel() * t.element_size() for t in (self.embedding.weight, self.norm))
         for layer in self.layers:
             linears = (layer.attention.qkv, layer.attention.output, layer.gate_up, layer.down)
             norms = (layer.attention_norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)
@@ -145,7 +145,7 @@ class LlamaModel:
         Returns:
             [num_tokens, hidden_size] float32, the residual stream; ``logits`` does the rest for tokens that need it.
         """
-        residual = functional.embedding(input_ids, self.embedding).float()
+        residual = self.embedding(input_ids).float()
         x = rms_norm(residual, self.layers[0].attention_norm, self._eps)
         for index, layer in enumerate(self.layers):
             x = layer.attention(x, positions, slots, self._cos_sin, kv[index], plan)
@@ -155,6 +155,11 @@ class LlamaModel:
                 x = rms_norm(x, self.layers[index + 1].attention_norm, self._eps, residual)
         return residual.add_(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return [num_rows, vocab_size] float32 scores of the residual streams ``hidden``."""
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads on this rank."""
+        return self.layers[0].attention.num_kv_heads
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Return [num_rows, vocab_size] float32 scores of the residual streams ``hidden``; on ranks but 0 None."""
         return self.head.scores(rms_norm(hidden, self.norm, self._eps))

@@ -12,12 +12,14 @@ from torch import Tensor
 from maniple_kernels.backend import fits_cpu_kernels
 from maniple_kernels.paged_attention import AttentionPlan
 from service_chassis.errors import InvalidParameter
+from service_chassis.tensor_parallel import SplitSizes, split_rule
 from worker_service.models.checkpoint import load_checkpoint
 from worker_service.models.config import LlamaConfig, load_config
 from worker_service.models.layers import Placement
 from worker_service.models.llama import KvLayer, LlamaModel
 from worker_service.platforms.base import Platform
 from worker_service.runner import LoadOptions
+from worker_service.tensor_group import TensorGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,19 +32,36 @@ class Model(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads on this rank."""
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], plan: AttentionPlan
     ) -> Tensor:
         """Return [num_tokens, hidden_size]; keys and values of the tokens are in the cache afterwards."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return [num_rows, vocab_size] float32."""
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Return [num_rows, vocab_size] float32 on rank 0, which samples; None on the others, which take part."""
 
 
 def load_model(
-    options: LoadOptions, platform: Platform, rank: int, world_size: int, progress: Callable[[float, str], None]
+    options: LoadOptions,
+    platform: Platform,
+    rank: int,
+    world_size: int,
+    progress: Callable[[float, str], None],
+    group: TensorGroup | None = None,
 ) -> tuple[Model, torch.dtype, int]:
-    """Read a model directory.
+    """Read a model directory: this rank's part.
+
+    Args:
+        options: what was asked for.
+        platform: where it goes.
+        rank: of this process.
+        world_size: ranks that share the layers.
+        progress: is told how far it is.
+        group: connects them; not used before the first forward.
 
     Returns:
         The model, the type of its weights, and the longest context that will be served.
@@ -61,8 +80,15 @@ def load_model(
     if options.max_model_len > config.max_position:
         rule = f"must be at most the model's {config.max_position}"
         raise InvalidParameter("max_model_len", options.max_model_len, rule)
-    _check_shares(config, world_size)
-    placement = Placement(platform.device, DTYPES[name], rank, world_size, options.batch_invariant)
+    _check_split(config, world_size)
+    placement = Placement(
+        platform.device,
+        DTYPES[name],
+        rank,
+        world_size,
+        options.batch_invariant,
+        group or TensorGroup(platform.device),
+    )
     if options.batch_invariant:
         _check_invariant(config, placement, options.block_size)
     max_model_len = options.max_model_len or config.max_position
@@ -72,14 +98,17 @@ def load_model(
     return model, placement.dtype, max_model_len
 
 
-def _check_shares(config: LlamaConfig, world_size: int) -> None:
-    for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
-        if getattr(config, name) % world_size:
-            rule = f"must divide the model's {name} ({getattr(config, name)})"
-            raise InvalidParameter("tensor_parallel_size", world_size, rule)
+def _check_split(config: LlamaConfig, world_size: int) -> None:
+    sizes = SplitSizes(
+        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, intermediate_size=config.intermediate_size
+    )
+    if rule := split_rule(sizes, world_size):
+        raise InvalidParameter("tensor_parallel_size", world_size, rule)
 
 
 def _check_invariant(config: LlamaConfig, placement: Placement, block_size: int) -> None:
+    if placement.world_size > 1:
+        raise InvalidParameter("batch_invariant", True, f"holds on one rank, not on {placement.world_size}")
     sizes = (config.hidden_size, config.intermediate_size, config.head_dim // 2, block_size)
     if not fits_cpu_kernels(placement.empty(0), *sizes):
         rule = (
