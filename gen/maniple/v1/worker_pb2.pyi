@@ -108,6 +108,8 @@ class DescribeResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    STEP_US_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
     """New for every start of the process."""
     min_protocol_version: _builtins.int
@@ -144,6 +146,10 @@ class DescribeResponse(_message.Message):
     """The rank this process was started as; an owner goes by this, never by the order of addresses."""
     world_size: _builtins.int
     """Ranks of the group it was started for."""
+    step_us_per_token: _builtins.float
+    """What ProfileMemory found, so that an adopter knows the time budget of a step. 0 before."""
+    backend: _builtins.str
+    """What FormGroup answered; empty before."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Optional features it has, by name."""
@@ -180,10 +186,12 @@ class DescribeResponse(_message.Message):
         limits: Global___GroupLimits | None = ...,
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
+        step_us_per_token: _builtins.float = ...,
+        backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "device", b"device", "epoch", b"epoch", "features", b"features", "formation_id", b"formation_id", "health_address", b"health_address", "incarnation_id", b"incarnation_id", "limits", b"limits", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_rows", b"num_rows", "num_tombstones", b"num_tombstones", "owner_address", b"owner_address", "owner_silent_for_ms", b"owner_silent_for_ms", "pid", b"pid", "rank", b"rank", "stage", b"stage", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "backend", b"backend", "completed", b"completed", "device", b"device", "epoch", b"epoch", "features", b"features", "formation_id", b"formation_id", "health_address", b"health_address", "incarnation_id", b"incarnation_id", "limits", b"limits", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_rows", b"num_rows", "num_tombstones", b"num_tombstones", "owner_address", b"owner_address", "owner_silent_for_ms", b"owner_silent_for_ms", "pid", b"pid", "rank", b"rank", "stage", b"stage", "step_us_per_token", b"step_us_per_token", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
