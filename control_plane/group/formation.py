@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +15,11 @@ from control_plane.group.claim import Grant, HeldByOther, claim
 from control_plane.group.kv_sizing import KvMemory, KvPlan, plan_kv_cache
 from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
 from control_plane.group.settings import GroupFacts, GroupSettings, ModelOnRanks
+from control_plane.group.watchdog import CAUSE_S
 from maniple.v1 import worker_pb2
 from service_chassis.errors import InvalidParameter
 from service_chassis.ids import Epoch, Rank, Step
+from service_chassis.protocol.failure_kinds import BROKEN_COLLECTIVE
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
@@ -66,6 +69,8 @@ class Formation:
         except RankCallError as error:
             if isinstance(error.error, InvalidParameter):  # what was asked for is wrong, no rank is
                 raise error.error from error
+            if BROKEN_COLLECTIVE in error.cause:  # another rank's doing; what became of that one will end this wait
+                await asyncio.sleep(CAUSE_S)
             address, _ = self._executor.describe_rank(error.rank)
             where = f" ({address})" if address and address not in str(error) else ""
             reason = f"rank {error.rank}{where} failed at {self.stage}: {error.method}: {error.cause}"

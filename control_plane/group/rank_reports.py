@@ -10,6 +10,7 @@ from control_plane.group.step_ledger import SentStep
 from control_plane.group.watchdog import BusyState, GroupState, RankState, StepState
 from maniple.v1 import rank_health_pb2
 from service_chassis.ids import Rank
+from service_chassis.protocol.failure_kinds import BROKEN_COLLECTIVE
 
 
 class RankReports:
@@ -25,6 +26,7 @@ class RankReports:
     ) -> None:
         now = clock()
         self.incarnations = dict(incarnations)
+        self.latest: dict[Rank, rank_health_pb2.RankReport] = {}  # what each rank said last, on either connection
         # From the grant on a rank is expected on both connections.
         self.state = GroupState(
             ranks=[RankState(rank, heard_steps_at=now, heard_health_at=now) for rank in sorted(incarnations)],
@@ -78,6 +80,7 @@ class RankReports:
         self.saw_incarnation(rank, report.incarnation_id)
         if known.restarted:
             return
+        self.latest[rank] = report
         self.saw_progress(rank, accepted=report.accepted, completed=report.completed)
         known.running_step, known.running_for_s = report.running_step, report.running_for_ms / 1000
         known.busy = None
@@ -86,7 +89,11 @@ class RankReports:
         if report.HasField("failure"):
             failure = report.failure
             where = f" in step {failure.step}" if failure.step else ""
-            known.failed = f"failed{where}: {failure.kind}: {failure.message}"
+            phrase = f"failed{where}: {failure.kind}: {failure.message}"
+            if failure.kind != BROKEN_COLLECTIVE:
+                known.failed = phrase
+            elif not known.left_alone:
+                known.left_alone, known.left_alone_at = phrase, self._clock()
         self.saw_state_digest(rank, report.accepted, report.state_digest)
         if report.token_digest:  # 0: the rank does not know it, as after bookkeeping alone
             known.diverged = known.diverged or self._token_digests.report(rank, report.completed, report.token_digest)

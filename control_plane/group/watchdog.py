@@ -14,6 +14,9 @@ from service_chassis.ids import Rank
 # How long a rank that announced long work may be silent, at most. Loading CUDA's libraries from a cold disk, or
 # capturing a graph, holds the interpreter's lock for longer than any heartbeat; an exit is seen at once all the same.
 BUSY_SILENCE_S = 30.0
+# When a rank dies, those that wait for it in a collective notice as soon as its exit is seen, or sooner. So long the
+# cause may take to be known, before the group is lost without one.
+CAUSE_S = 0.3
 
 
 class Verdict(Enum):
@@ -62,6 +65,9 @@ class RankState:
     failed: str = ""
     restarted: str = ""
     diverged: str = ""
+    # What it said when a collective broke under it, which is another rank's doing; and when.
+    left_alone: str = ""
+    left_alone_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -116,6 +122,8 @@ def verdict(now: float, state: GroupState) -> Judgement:
     lost = known_loss(state)
     if lost is not None:
         return lost
+    if any(rank.left_alone for rank in state.ranks):
+        return _left_alone(now, state)
     if now < state.opinion_from:
         return Judgement(Verdict.HEALTHY)
     judgements = [*(_silence(now, state, rank) for rank in state.ranks), *map(_busy, state.ranks), _step(now, state)]
@@ -133,6 +141,13 @@ def known_loss(state: GroupState) -> Judgement | None:
         if fact:
             return Judgement(Verdict.LOST, rank.rank, fact)
     return None
+
+
+def _left_alone(now: float, state: GroupState) -> Judgement:
+    """Judge a group of which some ranks noticed that another is gone, and nothing says which."""
+    first = min((rank for rank in state.ranks if rank.left_alone), key=lambda rank: rank.left_alone_at)
+    reason = f"lost a rank: rank {first.rank} {first.left_alone}"
+    return Judgement(Verdict.LOST if now - first.left_alone_at >= CAUSE_S else Verdict.SUSPECT, None, reason)
 
 
 def _silence(now: float, state: GroupState, rank: RankState) -> Judgement:

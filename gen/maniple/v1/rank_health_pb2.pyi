@@ -84,7 +84,7 @@ class RankReport(_message.Message):
         PROGRESS_FIELD_NUMBER: _builtins.int
         DETAIL_FIELD_NUMBER: _builtins.int
         what: _builtins.str
-        """load, profile, capture, sleep, wake, lora."""
+        """form, load, profile, allocate, capture, sleep, wake, lora."""
         up_to_s: _builtins.float
         """Longer than this many seconds is stuck."""
         for_s: _builtins.float
@@ -118,7 +118,9 @@ class RankReport(_message.Message):
         MESSAGE_FIELD_NUMBER: _builtins.int
         STEP_FIELD_NUMBER: _builtins.int
         kind: _builtins.str
-        """The exception's class."""
+        """The exception's class. `BrokenCollective`: another rank left while this one waited for it in a collective, and
+        the cause lies there.
+        """
         message: _builtins.str
         """One sentence."""
         step: _builtins.int

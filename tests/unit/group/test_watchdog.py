@@ -8,6 +8,7 @@ from control_plane.group.watchdog import (
     RankState,
     StepState,
     Verdict,
+    known_loss,
     move_clock,
     verdict,
 )
@@ -40,6 +41,23 @@ def test_verdict_is_lost_at_once_and_names_the_rank_when_a_fact_is_known(fact: s
     judgement = verdict(T0, state)
     assert (judgement.verdict, judgement.rank) == (Verdict.LOST, 1)
     assert str(judgement) == "rank 1 exited: killed by SIGKILL"
+
+
+def test_cause_is_blamed_when_a_collective_broke_under_another_rank() -> None:
+    state = group(3, opinion_from=T0 + 100)
+    state.ranks[0].left_alone, state.ranks[0].left_alone_at = "failed in step 7: BrokenCollective: no peer", T0
+    assert verdict(T0 + 0.29, state).verdict is Verdict.SUSPECT
+    assert known_loss(state) is None
+    state.ranks[2].exited = "exited: killed by SIGKILL"
+    assert verdict(T0 + 0.29, state) == (Verdict.LOST, 2, "exited: killed by SIGKILL")
+
+
+def test_group_is_lost_without_a_culprit_when_none_shows_up_after_a_collective_broke() -> None:
+    state = group(3)
+    state.ranks[1].left_alone, state.ranks[1].left_alone_at = "failed in step 7: BrokenCollective: no peer", T0
+    judgement = verdict(T0 + 0.31, state)
+    assert (judgement.verdict, judgement.rank) == (Verdict.LOST, None)
+    assert str(judgement) == "the group lost a rank: rank 1 failed in step 7: BrokenCollective: no peer"
 
 
 @pytest.mark.parametrize("connection", ["steps", "health"])
