@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from control_plane.group.batch_snapshot import BatchSnapshot
 from service_chassis.ids import Rank
 
 
@@ -27,6 +28,8 @@ class LossReason:
 class GroupNotFormed(Exception):
     """A group could not be formed, and nothing of it is left."""
 
-    def __init__(self, loss: LossReason) -> None:
+    def __init__(self, loss: LossReason, survivors: BatchSnapshot | None = None) -> None:
+        """Take the loss and, where a batch was to be taken over, what a survivor still knew of it."""
         super().__init__(loss.reason)
         self.loss = loss
+        self.survivors = survivors

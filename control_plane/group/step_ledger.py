@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -43,6 +43,22 @@ class StepLedger:
         self._unanswered: deque[SentStep] = deque()  # of those sent, the ones that still owe a result, in order
         self._sample_inputs: dict[int, worker_pb2.StepsRequest] = {}
 
+    @classmethod
+    def taken_over(cls, accepted: Mapping[Rank, int], relayed: Iterable[SentStep]) -> StepLedger:
+        """Begin where another owner left the ranks.
+
+        Args:
+            accepted: the last step that each rank accepted.
+            relayed: the steps that some rank lacks, in order; their results are nobody's but a snapshot's.
+        """
+        ledger = cls(list(accepted), accepted=min(accepted.values()))
+        for sent in relayed:
+            ledger.add(sent)
+        for rank, step in accepted.items():
+            ledger.accept(rank, step)
+        ledger.last_result = ledger.last_sent
+        return ledger
+
     def add(self, sent: SentStep) -> None:
         """Enter the next step."""
         assert sent.step == self.last_sent + 1, f"step {sent.step} sent after step {self.last_sent}"
@@ -80,6 +96,7 @@ class StepLedger:
         if not self._unanswered or self._unanswered[0].step != step:
             return Answer.GAP
         self._unanswered.popleft()
+        self._sample_inputs.pop(step, None)
         self.last_result = step
         return Answer.DUE
 
@@ -96,7 +113,6 @@ class StepLedger:
 
     def add_sample_input(self, step: int, message: worker_pb2.StepsRequest) -> None:
         """Keep what the sampling of ``step`` waits for, until its result came."""
-        self._sample_inputs = {kept: old for kept, old in self._sample_inputs.items() if kept > self.last_result}
         self._sample_inputs[step] = message
 
     def sample_inputs_above(self, completed: int) -> list[worker_pb2.StepsRequest]:

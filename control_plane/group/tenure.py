@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from control_plane.executors.base import Executor, RankExit
@@ -63,7 +63,9 @@ class Tenure:
         owner_id: str,
         clock: Callable[[], float],
         listener: TenureListener,
+        ledger: StepLedger | None = None,
     ) -> None:
+        """Take a grant and, of ranks that go on with another owner's batch, where they stand."""
         self.epoch = grant.epoch
         self.step_us_per_token = 0.0  # known once the group is formed
         self._executor = executor
@@ -71,7 +73,8 @@ class Tenure:
         self._clock = clock
         self._listener = listener
         self._silenced = False
-        self._ledger = StepLedger(executor.ranks)
+        self._ledger = ledger or StepLedger(executor.ranks)
+        self._progress = asyncio.Event()  # a rank said something
         self._reports = RankReports(
             grant.incarnations,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
@@ -140,7 +143,7 @@ class Tenure:
         """See ``WorkerGroup.send``."""
         message = worker_pb2.StepsRequest(epoch=self.epoch, delta=delta)
         self._ledger.add(SentStep(step, message, mode in _RUN, num_tokens, self._clock()))
-        self._reports.expect_state_digest(step, state_digest)
+        self.expect_state_digest(step, state_digest)
         for stream in self.streams:
             stream.wake()
 
@@ -150,6 +153,10 @@ class Tenure:
         self._ledger.add_sample_input(sample_input.step, message)
         for stream in self.streams:
             stream.send_sample_input(message)
+
+    def expect_state_digest(self, step: int, value: int) -> None:
+        """Say what every rank's state digest must be once it has accepted ``step``."""
+        self._reports.expect_state_digest(step, value)
 
     def expect_token_digest(self, step: int, value: int) -> None:
         """See ``WorkerGroup.expect_token_digest``."""
@@ -214,8 +221,15 @@ class Tenure:
         if report.HasField("busy") and not self._silenced:
             self._listener.rank_is_busy(rank, report.busy)
         self._reports.saw_report(rank, report)
+        self._progress.set()
         self._act_on_facts()
         self._take_progress(rank, report.accepted, report.completed)
+
+    async def news(self) -> Mapping[Rank, rank_health_pb2.RankReport]:
+        """Wait until some rank reports, and return the latest report of each that did since the grant."""
+        self._progress.clear()
+        await self._progress.wait()
+        return self._reports.latest
 
     def _take_progress(self, rank: Rank, accepted: int, completed: int) -> None:
         self._reports.saw_progress(rank, accepted=accepted, completed=completed)

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from control_plane.executors.base import Executor, RankExit
+from control_plane.executors.base import Executor, RankCallError, RankExit
+from control_plane.group.batch_snapshot import BatchSnapshot
 from control_plane.group.claim import Grant
 from control_plane.group.formation import Formation, ProgressCallback
+from control_plane.group.leveling import Standing
 from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
 from control_plane.group.rank_stream import RankStream
 from control_plane.group.settings import GroupFacts, GroupSettings, RankStatus
+from control_plane.group.step_ledger import StepLedger
+from control_plane.group.takeover import (
+    Adopted,
+    claim_when_free,
+    dissolve,
+    formation_of,
+    has_batch,
+    loss_of,
+    snapshot_of_survivor,
+    take_over,
+)
 from control_plane.group.tenure import OUTPUT_RANK, Tenure
 from control_plane.group.watchdog import Judgement, Verdict
 from maniple.v1 import rank_health_pb2, scheduler_delta_pb2, worker_pb2
@@ -54,7 +68,8 @@ class WorkerGroup:
         self._owner_id = owner_id
         self._clock = clock
         self._tenure: Tenure | None = None  # since the grant
-        self._forming: asyncio.Task[GroupFacts] | None = None
+        self._continues = False  # the tenure goes on from the batch of an owner before us
+        self._forming: asyncio.Task[Adopted] | None = None
         self._progress: ProgressCallback = lambda stage, rank, share, detail: None
         self._stage = ""
         self._lost = asyncio.Event()
@@ -72,17 +87,70 @@ class WorkerGroup:
             InvalidParameter: what was asked for cannot be served, in the words of the rank that refused.
             GroupNotFormed: a rank is missing, lost or late; the text names it.
         """
-        assert self._forming is None, "a group is formed once"
-        self._progress = progress
-        formation = Formation(
+        return (await self._come_to_life(self._form(), progress)).facts
+
+    async def _form(self) -> Adopted:
+        return Adopted(facts=await self._formation().run(), snapshot=None)
+
+    def _formation(self) -> Formation:
+        return Formation(
             self.executor,
             self.settings,
             owner_id=self._owner_id,
             progress=self._report_stage,
             on_granted=self._begin_tenure,
         )
+
+    async def adopt(
+        self,
+        progress: ProgressCallback = lambda stage, rank, share, detail: None,
+        *,
+        on_held: Callable[[str, str], None] = lambda reason, owner_address: None,
+    ) -> Adopted:
+        """Get hold of ranks that live without us: wait while another owner lives, then take over what they run.
+
+        Ranks that run nothing are formed as by ``form``. A failure leaves nothing of ours behind; unless another owner
+        was quicker, the ranks are told to leave, and what one of them still knew of the batch is in what is raised.
+
+        Args:
+            progress: told of stages.
+            on_held: told, with a reason and the owner's address, whenever who holds the group has changed.
+
+        Raises:
+            InvalidParameter: what was asked for cannot be served, in the words of the rank that refused.
+            GroupNotFormed: a rank is missing, lost, late, of another formation, or another owner has it.
+        """
+        return await self._come_to_life(self._adopt(on_held), progress)
+
+    async def _adopt(self, on_held: Callable[[str, str], None]) -> Adopted:
+        executor, settings = self.executor, self.settings
+        try:
+            self._enter("start")
+            await executor.start(timeout_s=settings.startup_timeout_s)
+            self._enter("join")
+            grant = await claim_when_free(
+                executor,
+                settings,
+                owner_id=self._owner_id,
+                on_held=on_held,
+                is_over=lambda: self._teardown is not None,
+            )
+            if formation_of(grant):
+                return await take_over(executor, settings, grant, self._continue_tenure, self._enter)
+        except RankCallError as error:
+            reason = f"rank {error.rank} failed at {self._stage}: {error.method}: {error.cause}"
+            raise GroupNotFormed(LossReason(error.rank, reason)) from error
+        if has_batch(grant):
+            loss = loss_of(grant)
+            raise GroupNotFormed(loss, await dissolve(executor, grant, loss.reason))
+        return Adopted(facts=await self._formation().run(grant), snapshot=None)
+
+    async def _come_to_life(self, work: Coroutine[Any, Any, Adopted], progress: ProgressCallback) -> Adopted:
+        """Do what makes the group live; end it if that fails, or a rank is lost meanwhile."""
+        assert self._forming is None, "a group is formed once"
+        self._progress = progress
         self.executor.subscribe_exit(self._on_exit)
-        self._forming = asyncio.create_task(formation.run())
+        self._forming = asyncio.create_task(work)
         lost = asyncio.create_task(self._lost.wait())
         try:
             await asyncio.wait({self._forming, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -90,27 +158,60 @@ class WorkerGroup:
                 raise GroupNotFormed(self.loss)
             if self._teardown is not None or self._forming.cancelled():
                 raise GroupNotFormed(LossReason(None, "the group was torn down while it was forming"))
-            facts = self._forming.result()
+            adopted = self._forming.result()
         except BaseException as error:
+            if isinstance(error, GroupNotFormed):
+                self.loss = self.loss or error.loss
+                error.survivors = error.survivors or await self._ask_survivors()
             await self.teardown(str(error) or type(error).__name__)
             raise
         finally:
             lost.cancel()
-        assert self._tenure is not None, "a group is formed under a grant"
-        self._tenure.step_us_per_token = facts.step_us_per_token
-        self.facts = facts
+        assert self._tenure is not None, "a group lives under a grant"
+        self._tenure.step_us_per_token = adopted.facts.step_us_per_token
+        self.facts = adopted.facts
         self._set_health(Judgement(Verdict.HEALTHY))
-        return facts
+        return adopted
+
+    async def _ask_survivors(self) -> BatchSnapshot | None:
+        """Save what survivors know of a batch that we failed to take over, before they are told to leave."""
+        assert self.loss is not None
+        if self._tenure is None or not self._continues or self.loss.kind is LossKind.FENCED:
+            return None
+        tenure = self._tenure
+        ranks = [rank for rank in self.executor.ranks if rank != self.loss.rank and not tenure.has_exited(rank)]
+        return await snapshot_of_survivor(self.executor, tenure.epoch, ranks)
+
+    def _enter(self, stage: str) -> None:
+        for rank in self.executor.ranks:
+            self._report_stage(stage, rank, 0.0, "")
 
     def _report_stage(self, stage: str, rank: Rank, share: float, detail: str) -> None:
         self._stage = stage
         self._progress(stage, rank, share, detail)
 
     def _begin_tenure(self, grant: Grant) -> None:
-        self._tenure = Tenure(
-            self.executor, self.settings, grant, owner_id=self._owner_id, clock=self._clock, listener=self
-        )
+        self._tenure = self._new_tenure(grant)
         self._tenure.begin()
+
+    def _continue_tenure(self, grant: Grant, standing: Standing) -> Tenure:
+        """Open the streams of ranks that go on with the batch of an owner before us."""
+        self._continues = True
+        tenure = self._tenure = self._new_tenure(grant, standing.ledger(grant, self._clock()))
+        standing.begin(tenure)
+        tenure.begin()
+        return tenure
+
+    def _new_tenure(self, grant: Grant, ledger: StepLedger | None = None) -> Tenure:
+        return Tenure(
+            self.executor,
+            self.settings,
+            grant,
+            owner_id=self._owner_id,
+            clock=self._clock,
+            listener=self,
+            ledger=ledger,
+        )
 
     # Steps
 
@@ -253,7 +354,8 @@ class WorkerGroup:
                 farewells = (self._dismiss(self._tenure, stream, reason) for stream in self._tenure.streams)
                 await asyncio.gather(*farewells)
             await self._tenure.end()
-        if not is_fenced:  # what another owner holds is not ours to kill
+        # What another owner holds is not ours to kill; of ranks that outlive us only the connections are closed.
+        if not is_fenced or self.executor.outlives_owner:
             await self.executor.shutdown(grace_s=self.settings.teardown_grace_s)
         epoch = self._tenure.epoch if self._tenure is not None else Epoch(0)
         log.info("group.ended", epoch=epoch, reason=reason, duration_s=round(time.monotonic() - started_at, 3))
