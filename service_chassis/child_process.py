@@ -43,7 +43,7 @@ class ChildProcess:
 
         A new program, never a fork of this one: gRPC and CUDA survive no fork. A session of its own: Ctrl-C in a
         terminal is for the control plane, which drains before it ends its workers. ``prefix`` comes before each line
-        of it that is passed on.
+        that is passed on and is no JSON.
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -102,7 +102,8 @@ class ChildProcess:
                 return
             text = line.decode("utf-8", "replace").rstrip("\n")
             self._tail.append(text)
-            print(self._prefix + text, file=sys.stderr, flush=True)
+            # A line of JSON stays one, and has keys of its own that say who speaks.
+            print(text if text.startswith("{") else self._prefix + text, file=sys.stderr, flush=True)
 
     async def _report_exit(self) -> None:
         code = await self._process.wait()

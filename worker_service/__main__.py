@@ -1,4 +1,4 @@
-"""Start one rank: ``python -m worker_service --listen unix:/path --health-listen unix:/path2 --rank 0``."""
+"""Start one rank, ``python -m worker_service --listen unix:/path --rank 0``, or all of a container."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from service_chassis.errors import ConfigurationError
 from service_chassis.telemetry import configure_logging
 from worker_service.config import read_config
 from worker_service.server import exit_now, run_worker
+from worker_service.supervisor import supervise
 
 _WRONG_CONFIGURATION = 2
 
@@ -19,8 +20,11 @@ def main() -> None:
     """Read the configuration, serve, exit."""
     try:
         config = read_config(sys.argv[1:], os.environ)
-        configure_logging(*config.logging(), rank=config.rank)
         faulthandler.enable()
+        if config.tensor_parallel_size > 1:
+            configure_logging(*config.logging())
+            sys.exit(asyncio.run(supervise(config)))
+        configure_logging(*config.logging(), rank=config.rank)
         code = asyncio.run(run_worker(config))
     except ConfigurationError as error:
         print(error, file=sys.stderr)

@@ -6,6 +6,7 @@ Everything about the model comes later, by calls.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,12 +57,16 @@ class WorkerConfig:
 
     listen: str = setting("127.0.0.1:50061", topic=_TOPIC, read=read_text, rule=_address_rule)
     """Where WorkerService answers: host:port, port 0 for any, or unix:/path."""
-    health_listen: str = setting("127.0.0.1:50071", topic=_TOPIC, read=read_text, rule=_address_rule)
-    """Where RankHealthService answers, on a server and threads of its own. Not the address of --listen."""
+    health_listen: str = setting("", topic=_TOPIC, read=read_text, rule=lambda v: _address_rule(v) if v else "")
+    """Where RankHealthService answers, on a server and threads of its own. Default: the host of --listen, its port plus
+    the number of ranks here; a Unix socket's path with -health behind it."""
     rank: int = setting(0, topic=_TOPIC, read=read_whole, rule=at_least(0))
-    """Place in the group. A Join that means another rank is refused."""
+    """Place in the group; under a supervisor of several ranks, of its first. A Join that means another is refused."""
     world_size: int = setting(1, topic=_TOPIC, read=read_whole, rule=at_least(1))
-    """Ranks of the group."""
+    """Ranks of the group. Default: those that run here."""
+    tensor_parallel_size: int = setting(1, topic=_TOPIC, read=read_whole, rule=at_least(1))
+    """Ranks to run here, each in a process of its own on the next port, of which all end when one does. 1: this process
+    is the rank."""
     device: str = setting("auto", topic=_TOPIC, read=read_text, rule=one_of("auto", "cpu", "cuda"))
     """auto, cpu or cuda. auto is resolved when the model loads: a scripted model needs no torch to ask."""
     num_threads: int = setting(0, topic=_TOPIC, read=read_whole, rule=at_least(0, at_most=1024))
@@ -74,7 +79,9 @@ class WorkerConfig:
     """Seconds between reports while idle."""
     hello_timeout_s: float = setting(10.0, topic=_TOPIC, read=read_number, rule=at_least(0.1, at_most=600))
     """Seconds that a new Steps stream may take to say Hello."""
-    orphan_grace_s: float = setting(0.0, topic=_TOPIC, read=read_number, rule=at_least(0, at_most=86400))
+    announce_fd: int | None = setting(None, topic=_TOPIC, read=read_optional_whole, rule=_open_descriptor_rule)
+    """Write end of a pipe that gets a line of JSON, {"address", "health_address", "pid"}, once both servers listen."""
+    orphan_grace_s: float = setting(60.0, topic=_TOPIC, read=read_number, rule=at_least(0, at_most=86400))
     """Seconds of silence of the owner after which the rank exits; 0 is never. A rank never owned waits for ever."""
     allow_plaintext_snapshot: bool = setting(False, topic=_TOPIC, read=read_switch)
     """Send snapshots, which hold prompts and outputs, in plaintext over a network. Unix sockets, the loopback (a
@@ -115,12 +122,88 @@ def read_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Wor
     flags = {name: text for name, text in vars(known).items() if text is not None}
     faults: list[Fault] = [(text, "", "is not a known flag") for text in unknown]
     values, unreadable = read_settings(WorkerConfig, flags, environment)
-    config = WorkerConfig(**values)
-    faults += unreadable + broken_rules(config)
-    if config.rank >= config.world_size:
-        faults.append(("rank", config.rank, f"must be below world_size, which is {config.world_size}"))
-    if config.listen == config.health_listen and not config.listen.endswith(":0"):
-        faults.append(("health_listen", config.health_listen, "must differ from listen"))
+    faults += unreadable
+    launched = launched_by_torchrun(environment, faults)
+    values = {**launched.values, **values}
+    config = WorkerConfig(**{"world_size": values.get("tensor_parallel_size", 1), **values})
+    faults += broken_rules(config)
+    config = _resolve(config, launched, faults)
     if faults:
         raise ConfigurationError(faults)
     return config
+
+
+def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> WorkerConfig:
+    """Fill in what follows from other values; add what does not fit together to ``faults``."""
+    num_here = max(config.tensor_parallel_size, launched.num_here)
+    if config.rank + config.tensor_parallel_size > config.world_size:
+        rule = f"must be below world_size, which is {config.world_size}"
+        if config.tensor_parallel_size > 1:
+            rule = f"with {config.tensor_parallel_size - 1} more behind it, {rule}"
+        faults.append(("rank", config.rank, rule))
+    if launched.values and config.tensor_parallel_size > 1:
+        rule = "must be 1 under torchrun, which starts a process for every rank itself"
+        faults.append(("tensor_parallel_size", config.tensor_parallel_size, rule))
+    listen, health_listen = config.listen, config.health_listen
+    if _address_rule(listen):
+        return config
+    if num_here > 1 and (listen.startswith("unix:") or listen.endswith(":0")):
+        faults.append(("listen", listen, "must be host:port with a port that is not 0, for several ranks"))
+    health_listen = health_listen or beside(listen, num_here)
+    if listen == health_listen and not listen.endswith(":0"):
+        faults.append(("health_listen", health_listen, "must differ from listen"))
+    return dataclasses.replace(
+        config,
+        listen=next_address(listen, launched.index),
+        health_listen=next_address(health_listen, launched.index),
+    )
+
+
+def beside(listen: str, offset: int) -> str:
+    """Return the default address of the health server."""
+    return f"{listen}-health" if listen.startswith("unix:") else next_address(listen, offset)
+
+
+def next_address(address: str, offset: int) -> str:
+    """Return ``address`` with a port that is ``offset`` higher; port 0 and Unix sockets have none."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:") or not port.isdecimal() or port == "0":
+        return address
+    return f"{host}:{int(port) + offset}"
+
+
+def command_line(config: WorkerConfig) -> list[str]:
+    """Return the flags that give ``config`` to another process, without those that are about this one."""
+    words: list[str] = []
+    for name, one in settings_of(WorkerConfig).items():
+        value = getattr(config, name)
+        if value is not None and name not in ("parent_fd", "announce_fd"):
+            words += [one.flag, str(value)]
+    return words
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launcher said by the environment: values of fields, and this process's place on its machine."""
+
+    values: Mapping[str, int]
+    index: int = 0
+    num_here: int = 1
+
+
+def launched_by_torchrun(environment: Mapping[str, str], faults: list[Fault]) -> Launched:
+    """Read what torchrun tells its processes. Flags and MANIPLE_* go over it.
+
+    Each rank listens on the port of --listen plus its place on its machine, as under ``maniple worker
+    --tensor-parallel-size``. MASTER_ADDR is not needed: rank 0 says in Join where the others find it.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return Launched({})
+    read: dict[str, int] = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        text = environment.get(name, "")
+        if not text.isdecimal():
+            faults.append((name, text, "must be a whole number, as torchrun sets it"))
+        read[name] = int(text) if text.isdecimal() else 0
+    values = {"rank": read["RANK"], "world_size": read["WORLD_SIZE"]}
+    return Launched(values, read["LOCAL_RANK"], read["LOCAL_WORLD_SIZE"])

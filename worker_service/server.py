@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -90,6 +91,10 @@ async def run_worker(config: WorkerConfig) -> int:
     address = bind(server, config.listen)
     rank.health_address = advertised(health.start(config.health_listen), beside=address)
     await server.start()
+    if config.announce_fd is not None:
+        facts = {"address": address, "health_address": rank.health_address, "pid": os.getpid()}
+        with os.fdopen(config.announce_fd, "w") as pipe:
+            pipe.write(json.dumps(facts) + "\n")
     get_logger().info("worker.listening", address=address, health_address=rank.health_address, pid=os.getpid())
     await gone.wait()
     get_logger().info("worker.stopping")

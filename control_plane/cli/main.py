@@ -20,7 +20,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "Serve": {
         "serve": Command("serve", "serve a model: control plane and workers on this machine"),
         "control-plane": Command("control_plane", "serve with workers that run elsewhere"),
-        "worker": Command("worker", "run one worker, for a control plane elsewhere"),
+        "worker": Command("worker", "run the workers of this machine, for a control plane elsewhere"),
     },
     "Ask": {
         "generate": Command("generate", "continue a text and stream the answer"),

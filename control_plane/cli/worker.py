@@ -1,4 +1,4 @@
-"""``maniple worker``: one worker in the foreground. Its flags are the worker service's own."""
+"""``maniple worker``: the workers of this machine in the foreground. The flags are the worker service's own."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ class MultiprocExecutor(Executor):
                     self._arguments(rank, target, health_target, watched_fd),
                     pass_fds=(watched_fd,),
                     on_exit=_poster(self._exits, rank),
+                    prefix=f"[rank {rank}] ",
                 )
                 self._reached[rank] = GrpcRank(
                     rank, target, health_target, max_message_bytes=self._settings.max_step_message_bytes

@@ -48,6 +48,7 @@ class UniprocExecutor(Executor):
             ) from error
         settings = self._settings
         config = WorkerConfig(
+            orphan_grace_s=0,  # it ends with this process, silence never ends it
             device=settings.device,
             num_threads=settings.num_threads,
             report_interval_s=settings.report_interval_s,
