@@ -148,6 +148,10 @@ class ControlPlaneConfig:
     """Groups of workers, each with the whole model. A request goes to the group that has the longest head of its prompt
     cached, unless that one is overloaded; the requests of a lost group go on in another."""
 
+    max_groups: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0), metavar="GROUPS")
+    """Groups that this control plane owns at most, where --worker-addresses names several; the others are left to other
+    control planes. 0: all of them."""
+
     on_group_loss: str = setting("reform", topic=GROUP, read=read_text, rule=one_of("reform", "exit"))
     """What follows the loss of a group: reform (start it anew, after half a second and then ever more) or exit (leave
     that to an orchestrator: with no group left the process ends with exit code 3)."""
@@ -208,6 +212,12 @@ class ControlPlaneConfig:
             raise ConfigurationError(faults)
 
     @property
+    def num_groups(self) -> int:
+        """How many groups this control plane owns."""
+        num_known = len(self.worker_addresses) or self.data_parallel_size
+        return min(num_known, self.max_groups) if self.max_groups else num_known
+
+    @property
     def is_scripted(self) -> bool:
         """Whether the model is the scripted one, which needs neither weights nor torch."""
         return self.model == "scripted" or self.model.startswith("scripted:")
@@ -228,6 +238,14 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
                 "max_num_batched_tokens",
                 config.max_num_batched_tokens,
                 f"must be at least max_num_seqs={config.max_num_seqs}: every decoding row takes one token of a step",
+            )
+        )
+    if config.worker_addresses and config.data_parallel_size not in (1, len(config.worker_addresses)):
+        faults.append(
+            (
+                "data_parallel_size",
+                config.data_parallel_size,
+                f"must be the number of groups in worker_addresses, {len(config.worker_addresses)}",
             )
         )
     for name in ("heartbeat_timeout_s", "lease_s"):

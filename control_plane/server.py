@@ -158,7 +158,7 @@ class ControlPlane:
 
     async def _form_all(self, place: ModelPlace, text: ModelText) -> None:
         """Form every group, side by side. One that cannot be formed at all ends the start."""
-        names = [str(index) for index in range(self._config.data_parallel_size)]
+        names = [str(index) for index in range(self._config.num_groups)]
         self._fleet.expect(names)
         self._keepers = [self._keeper(index, name, place, text) for index, name in enumerate(names)]
         starts = [asyncio.create_task(self._start(keeper)) for keeper in self._keepers]
@@ -175,7 +175,7 @@ class ControlPlane:
 
     def _keeper(self, index: int, name: str, place: ModelPlace, text: ModelText) -> GroupKeeper:
         config = self._config
-        group = name if config.data_parallel_size > 1 else ""  # for people: one group needs no name
+        group = name if config.num_groups > 1 else ""  # for people: one group needs no name
 
         def formed_anew(facts: GroupFacts) -> None:
             self._facts[name] = facts

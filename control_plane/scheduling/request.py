@@ -178,7 +178,7 @@ class Request:
             cache_namespace=self.cache_namespace,
             skip_reading_prefix_cache=self.skip_reading_prefix_cache,
             payload=self.payload,
-            outputs=outputs if self.started else (),
+            outputs=outputs if self.started or self.outputs else (),
         )
 
     def __repr__(self) -> str:
