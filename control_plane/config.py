@@ -232,6 +232,8 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
         faults.append(
             ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, "must not be set together with num_kv_blocks")
         )
+    if config.batch_invariant and config.tensor_parallel_size > 1 and not config.is_scripted:
+        faults.append(("batch_invariant", True, "holds on one rank: tensor_parallel_size must be 1"))
     if 0 < config.max_num_batched_tokens < config.max_num_seqs:
         faults.append(
             (

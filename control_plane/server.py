@@ -30,6 +30,7 @@ from control_plane.group.backoff import Backoff
 from control_plane.group.loss import GroupNotFormed, LossReason
 from control_plane.group.settings import GroupFacts
 from control_plane.group_keeper import GroupKeeper, OnGroupLoss
+from control_plane.model_split import check_split
 from control_plane.model_store import ModelPlace, resolve_model
 from control_plane.stop_signals import StopSignals
 from control_plane.text.model_text import ModelText, load_model_text
@@ -96,6 +97,7 @@ class ControlPlane:
             place = await _unless_stopped(
                 asyncio.to_thread(resolve_model, self._config.model, self._model_progress), signals
             )
+            check_split(place.path, self._config.tensor_parallel_size)
             text = await _unless_stopped(asyncio.to_thread(load_model_text, place.path), signals)
             await self._open_doors(place, text)
             await _unless_stopped(self._form_all(place, text), signals)
@@ -107,7 +109,8 @@ class ControlPlane:
             self._announce(Stopping(error.loss.reason))
             return exit_codes.FAILURE
         except InvalidParameter as error:  # a worker refused the model
-            raise ConfigurationError([(error.field, self._config.model, error.rule)]) from error
+            value = getattr(self._config, error.field, self._config.model)
+            raise ConfigurationError([(error.field, value, error.rule)]) from error
         self._announce_ready()
         await _first(signals.stop.wait(), self._all_given_up())
         if not signals.stop.is_set():
