@@ -19,7 +19,8 @@ def has_cpu_kernels() -> bool:
     """Set numba up and say whether the kernels in ``cpu/`` can be used.
 
     Compiled code is kept in the user's cache directory, under a digest of this package: numba looks only at the file of
-    the function itself and would not notice a change of what it calls.
+    the function itself and would not notice a change of what it calls. The place is read from the environment here and
+    not in a service's configuration, since kernels import nothing of ours.
     """
     try:
         numba = importlib.import_module("numba")
