@@ -49,19 +49,25 @@ class ControlFacts:
     right: ResumeRight
     priority: int
     detach_grace_s: float
+    n: int
     max_tokens: int
+    min_tokens: int
     eos_ids: frozenset[int]
     stop_token_ids: frozenset[int]
     text: TextChoice
     only_final: bool
     skip_reading_prefix_cache: bool
     traceparent: str
+    sampling: sampling_pb2.RowSampling | None  # with several samples
+    cache_namespace: bytes  # with several samples
 
 
-def write_blob(generation: Generation, *, arrival_number: int, right: ResumeRight) -> bytes:
-    """Return the blob of a generation that is being admitted."""
+def write_blob(
+    generation: Generation, row: sampling_pb2.RowSampling, *, arrival_number: int, right: ResumeRight
+) -> bytes:
+    """Return the blob of a generation that is being admitted, whose rows are sampled as ``row`` says."""
     sampling, text = generation.sampling, generation.text
-    return ControlBlob(
+    blob = ControlBlob(
         version=_VERSION,
         arrival_number=arrival_number,
         priority=generation.priority,
@@ -78,7 +84,13 @@ def write_blob(generation: Generation, *, arrival_number: int, right: ResumeRigh
         only_final=generation.only_final,
         skip_reading_prefix_cache=generation.skip_reading_prefix_cache,
         traceparent=generation.traceparent,
-    ).SerializeToString()
+        n=sampling.n,
+        min_tokens=sampling.min_tokens,
+    )
+    if sampling.n > 1:
+        blob.sampling.CopyFrom(row)
+        blob.cache_namespace = generation.cache_namespace
+    return blob.SerializeToString()
 
 
 def read_blob(raw: bytes) -> ControlFacts:
@@ -89,14 +101,20 @@ def read_blob(raw: bytes) -> ControlFacts:
         raise UnreadableBlob("not a ControlBlob") from None
     if blob.version != _VERSION:
         raise UnreadableBlob(f"version {blob.version}, and this release reads {_VERSION}")
-    if len(blob.resume_token) != _TOKEN_BYTES or not blob.max_tokens:
+    if (
+        len(blob.resume_token) != _TOKEN_BYTES
+        or not (blob.max_tokens and blob.n)
+        or (blob.n > 1 and not blob.HasField("sampling"))
+    ):
         raise UnreadableBlob("incomplete")
     return ControlFacts(
         arrival_number=blob.arrival_number,
         right=ResumeRight(token=blob.resume_token, client_identity=blob.client_identity),
         priority=blob.priority,
         detach_grace_s=blob.detach_grace_s,
+        n=blob.n,
         max_tokens=blob.max_tokens,
+        min_tokens=blob.min_tokens,
         eos_ids=frozenset(blob.eos_ids),
         stop_token_ids=frozenset(blob.stop_token_ids),
         text=TextChoice(
@@ -108,10 +126,12 @@ def read_blob(raw: bytes) -> ControlFacts:
         only_final=blob.only_final,
         skip_reading_prefix_cache=blob.skip_reading_prefix_cache,
         traceparent=blob.traceparent,
+        sampling=blob.sampling if blob.HasField("sampling") else None,
+        cache_namespace=blob.cache_namespace,
     )
 
 
-def sampling_of(row: sampling_pb2.RowSampling, facts: ControlFacts, n: int) -> SamplingChoice:
+def sampling_of(row: sampling_pb2.RowSampling, facts: ControlFacts) -> SamplingChoice:
     """Return the sampling choice from which ``row_payload`` made ``row``, with what the blob adds to it."""
     return SamplingChoice(
         temperature=row.temperature,
@@ -122,9 +142,9 @@ def sampling_of(row: sampling_pb2.RowSampling, facts: ControlFacts, n: int) -> S
         presence_penalty=row.presence_penalty,
         frequency_penalty=row.frequency_penalty,
         max_tokens=facts.max_tokens,
-        min_tokens=row.min_tokens,
+        min_tokens=facts.min_tokens,
         seed=row.seed,
-        n=n,
+        n=facts.n,
         eos_ids=facts.eos_ids,
         stop_token_ids=facts.stop_token_ids,
         logit_bias=tuple(zip(row.logit_bias_ids, row.logit_bias_values, strict=True)),

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from control_plane.generation import SamplingChoice
+from control_plane.group.batch_snapshot import BatchSnapshot, RowStanding, SnapshotUnreadable
 from control_plane.scheduling.plan import NewRow, PlanMode, ResultMismatch, RowChange, StepPlan, StepTokens
 from control_plane.scheduling.request import FinishReason
 from control_plane.token_digest import TokenDigest
@@ -83,6 +84,26 @@ class DeltaEncoder:
     def state_digest(self) -> int:
         """Digest of the batch state after the last encoded plan."""
         return self._digest.value
+
+    def adopt(self, batch: BatchSnapshot) -> None:
+        """Go on from a batch that another owner left. Once, before the first plan.
+
+        Raises:
+            SnapshotUnreadable: what the ranks report of the batch does not follow from its rows.
+        """
+        for row in batch.rows:
+            self._digest.add(row.req_index, row.row_key)
+            self._digest.compute(row.req_index, row.num_computed_tokens)
+            self._digest.put_blocks(row.req_index, 0, 0, row.block_ids)
+            self._digest.set_advance(row.req_index, int(row.standing is RowStanding.DECODE))
+            self._tokens.enter(row.req_index, row.row_key, row.token_ids)
+        for what, ours, theirs in (
+            ("state", self._digest.value, batch.state_digest),
+            ("token", self._tokens.value, batch.token_digest),
+        ):
+            if ours != theirs:
+                reason = f"its rows have the {what} digest {ours:016x}, and the ranks report {theirs:016x}"
+                raise SnapshotUnreadable(f"snapshot of step {batch.step}: {reason}")
 
     def encode(self, plan: StepPlan) -> bytes:
         """Return the plan's SchedulerDelta, serialized."""

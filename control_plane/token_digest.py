@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from control_plane.scheduling.plan import StepPlan
-from service_chassis.ids import ReqIndex
+from service_chassis.ids import ReqIndex, RowKey
 from service_chassis.protocol.arrays import UInt64Array, mix_array, token_terms_sum
 from service_chassis.protocol.digest import MASK64, row_factor
 
@@ -41,16 +41,19 @@ class TokenDigest:
         for end in plan.finished:
             self._value -= int(self._sums[end.req_index])
         for new in plan.new_rows:
-            row = new.req_index
-            if row >= len(self._factors):
-                self._grow(row)
             # A fork knows what its parent knows of the prompt.
             known = new.token_ids or new.sample.request.prompt_token_ids[: new.num_prefill_tokens]
-            total = token_terms_sum(new.row_key, 0, known)
-            self._factors[row] = row_factor(new.row_key)
-            self._num_known[row] = len(known)
-            self._sums[row] = total
-            self._value += total
+            self.enter(new.req_index, new.row_key, known)
+
+    def enter(self, row: ReqIndex, row_key: RowKey, known: Sequence[int]) -> None:
+        """Let one row enter with the tokens that are known of it."""
+        if row >= len(self._factors):
+            self._grow(row)
+        total = token_terms_sum(row_key, 0, known)
+        self._factors[row] = row_factor(row_key)
+        self._num_known[row] = len(known)
+        self._sums[row] = total
+        self._value += total
 
     def add_sampled(self, rows: tuple[ReqIndex, ...], token_ids: Sequence[int]) -> None:
         """Count one sampled token for each of ``rows``."""

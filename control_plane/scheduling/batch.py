@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from control_plane.scheduling.order_queue import OrderQueue
 from control_plane.scheduling.request import NO_ROW, Order, Sample, SampleState
@@ -81,11 +81,18 @@ class Batch:
         self._prefilling[sample] = None
         self._victims.push(_youngest_of_lowest(sample.order), sample)
 
-    def begin_decode(self, sample: Sample) -> None:
-        """Its prefill is planned to the end by the step of this tick; from the next on it advances by itself."""
+    def reserve(self, rows: Collection[ReqIndex]) -> None:
+        """Take rows that are occupied before anybody was seated."""
+        self._free_rows = [row for row in self._free_rows if row not in rows]  # still ascending, and so a heap
+
+    def begin_decode(self, sample: Sample, *, in_this_step: bool = True) -> None:
+        """Its prefill is planned to the end by the step of this tick; from the next on it advances by itself.
+
+        Unless ``in_this_step``: it was planned before, and the step of this tick is the first that it advances in.
+        """
         del self._prefilling[sample]
         sample.state = SampleState.DECODE
-        sample.offset -= self.tick + 1
+        sample.offset -= self.tick + in_this_step
         place = bisect_left(self._decode_rows, sample.req_index)
         self._decode_rows.insert(place, sample.req_index)
         self._decode_samples.insert(place, sample)

@@ -42,6 +42,26 @@ class BlockPool:
     def num_in_use(self) -> int:
         return self.num_total - self.num_available
 
+    def adopt(
+        self, tables: Iterable[Sequence[BlockId]], cached: Iterable[tuple[BlockId, bytes]], computed_by: int
+    ) -> None:
+        """Take the state that follows from the tables of rows and the names of other blocks. Once, in a new pool.
+
+        Args:
+            tables: one for each row.
+            cached: (block, chain hash) of blocks in no table, next to be evicted first.
+            computed_by: a step that is completed.
+        """
+        for table in tables:
+            for block in table:
+                self._references[block] += 1
+        for block, name in cached:
+            if not self._references[block] and name not in self._by_hash:
+                self._by_hash[name] = block
+                self._hashes[block] = (name, computed_by)
+                self._cached[block] = None
+        self._free = [block for block in self._free if not self._references[block] and block not in self._cached]
+
     def match(self, hashes: Sequence[bytes], completed: int) -> list[BlockId]:
         """Return the blocks that hold the longest known head of a chain and were computed by step ``completed``.
 

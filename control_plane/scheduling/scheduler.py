@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from control_plane.scheduling.adoption import AdoptedRequest, AdoptedRow, prompt_is_done
 from control_plane.scheduling.batch import Batch, order_of
 from control_plane.scheduling.limits import SchedulerLimits
 from control_plane.scheduling.order_queue import OrderQueue
@@ -36,7 +37,7 @@ from control_plane.scheduling.plan import (
 from control_plane.scheduling.request import FinishReason, Order, Refusal, RefusalKind, Request, Sample, SampleState
 from control_plane.scheduling.tables import Place, Tables
 from control_plane.scheduling.waiting_room import WaitingRoom
-from service_chassis.ids import ReqIndex, RequestId, Step
+from service_chassis.ids import BlockId, ReqIndex, RequestId, Step
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -180,16 +181,63 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request for which ``refusal`` is None."""
+        self._take_in(request)
+        request.prompt_done = request.samples[0].state is SampleState.FINISHED
+        self._num_unstarted += 1
+        self._room.enter(request)
+
+    def adopt(self, batch: Sequence[AdoptedRequest], cached: Sequence[tuple[BlockId, bytes]]) -> None:
+        """Go on with what another owner left running. Once, before anything else; the first plan follows its last step.
+
+        Args:
+            batch: in order of arrival.
+            cached: blocks that no row holds, with their chain hashes; the next to be evicted first.
+        """
+        assert not self._num_added
+        rows = [row for adopted in batch for row in adopted.rows]
+        self._batch.reserve({row.req_index for row in rows})
+        known = cached if self._tables.caching else ()
+        self._pool.adopt([row.block_ids for row in rows], known, self._completed)
+        for adopted in batch:
+            request = adopted.request
+            self._take_in(request)
+            request.started = True
+            request.prompt_done = prompt_is_done(adopted)
+            for row in adopted.rows:
+                self._seat(request.samples[row.sample_index], row)
+            self._room.enter(request)
+            for row in adopted.rows:
+                if row.end is not None:
+                    sample = request.samples[row.sample_index]
+                    del sample.token_ids[len(request.prompt_token_ids) + row.end.num_output_tokens :]
+                    self._end(sample, row.end.reason)
+
+    def _seat(self, sample: Sample, row: AdoptedRow) -> None:
+        """Put a sample back where another owner's scheduler had it."""
+        sample.req_index, sample.row_key = row.req_index, row.row_key
+        sample.num_prefill_tokens = len(sample.token_ids)
+        sample.resident_since = sample.decode_since = self._completed
+        if row.state is SampleState.PREEMPTED:
+            sample.state = row.state
+            return  # it queues with the others
+        sample.block_ids = list(row.block_ids)
+        self._batch.begin_prefill(sample, row.num_computed_tokens)
+        self._tables.note_computed(sample, row.num_computed_tokens, Step(self._completed))
+        if row.state is SampleState.DECODE:
+            self._batch.begin_decode(sample, in_this_step=False)
+
+    def limit_of(self, request: Request) -> int:
+        """Return the number of known tokens, prompt included, with which a sample of ``request`` ends at the latest."""
+        return min(len(request.prompt_token_ids) + request.max_tokens, self._max_known_tokens)
+
+    def _take_in(self, request: Request) -> None:
         assert request.request_id not in self._requests
         self._num_added += 1
         request.order = (request.priority, request.arrival, self._num_added, 0)
-        limit = min(len(request.prompt_token_ids) + request.max_tokens, self._max_known_tokens)
+        limit = self.limit_of(request)
         request.samples = tuple(Sample(request, index, limit) for index in range(request.n))
         request.num_live = sum(sample.state is SampleState.WAITING for sample in request.samples)
-        request.prompt_done = request.samples[0].state is SampleState.FINISHED
         self._requests[request.request_id] = request
-        self._num_unstarted += 1
-        self._room.enter(request)
         if request.deadline is not None:
             self._deadlines.push((request.deadline, self._num_added), request)
 

@@ -29,9 +29,9 @@ class WaitingRoom:
     def enter(self, request: Request) -> None:
         """A request comes: its first sample queues, the others wait for it to get through the prompt."""
         for sample in request.samples:
-            if sample.state is SampleState.FINISHED:
-                continue  # it ended where the request comes from
-            if sample.index == 0 or request.prompt_done:
+            if sample.state not in (SampleState.WAITING, SampleState.PREEMPTED):
+                continue  # it ended where the request comes from, or runs since then
+            if sample.index == 0 or request.prompt_done or sample.state is SampleState.PREEMPTED:
                 self.queue(sample)
             else:
                 self._held[sample] = None

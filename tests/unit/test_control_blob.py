@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from control_plane.control_blob import UnreadableBlob, draw_resume_right, read_blob, sampling_of, write_blob
+from control_plane.control_blob import (
+    ResumeRight,
+    UnreadableBlob,
+    draw_resume_right,
+    read_blob,
+    sampling_of,
+    write_blob,
+)
 from control_plane.deltas import row_payload
 from control_plane.generation import Generation, SamplingChoice, TextChoice
 from maniple.v1.control_blob_pb2 import ControlBlob
@@ -49,6 +56,7 @@ def generation(sampling: SamplingChoice, text: TextChoice) -> Generation:
         sampling=sampling,
         text=text,
         priority=-3,
+        cache_namespace=b"s" * 16,
         skip_reading_prefix_cache=True,
         detach_grace_s=1.5,
         only_final=True,
@@ -57,13 +65,23 @@ def generation(sampling: SamplingChoice, text: TextChoice) -> Generation:
     )
 
 
+def blob_of(place: int, right: ResumeRight) -> bytes:
+    sampling = CHOICES[place]
+    row = row_payload(sampling).sampling
+    return write_blob(generation(sampling, TEXTS[place]), row, arrival_number=1, right=right)
+
+
 @pytest.mark.parametrize("sampling", CHOICES, ids=["defaults", "everything"])
 @pytest.mark.parametrize("text", TEXTS, ids=["plain", "everything"])
 def test_blob_and_row_give_the_generation_back(sampling, text):
     original = generation(sampling, text)
     right = draw_resume_right(original.client_identity)
-    facts = read_blob(write_blob(original, arrival_number=41, right=right))
-    assert sampling_of(row_payload(sampling).sampling, facts, sampling.n) == sampling
+    row = row_payload(sampling).sampling
+    facts = read_blob(write_blob(original, row, arrival_number=41, right=right))
+    assert sampling_of(row, facts) == sampling
+    if sampling.n > 1:  # then no row is needed
+        assert sampling_of(facts.sampling, facts) == sampling
+        assert facts.cache_namespace == b"s" * 16
     assert facts.text == text
     assert (facts.arrival_number, facts.priority, facts.right) == (41, -3, right)
     assert (facts.detach_grace_s, facts.only_final, facts.skip_reading_prefix_cache) == (1.5, True, True)
@@ -80,7 +98,7 @@ def test_resume_right_fits_only_its_token_and_its_caller():
 
 def test_resume_token_is_in_no_representation():
     right = draw_resume_right("")
-    facts = read_blob(write_blob(generation(CHOICES[0], TEXTS[0]), arrival_number=1, right=right))
+    facts = read_blob(blob_of(0, right))
     assert str(right.token)[2:-1] not in repr(facts)
     assert right.token.hex() not in repr(facts)
 
@@ -90,11 +108,12 @@ def test_resume_token_is_in_no_representation():
     [
         b"",
         b"\xff\xff\xff",
-        ControlBlob(version=2, resume_token=b"x" * 16, max_tokens=1).SerializeToString(),
-        ControlBlob(version=1, resume_token=b"short", max_tokens=1).SerializeToString(),
-        ControlBlob(version=1, resume_token=b"x" * 16).SerializeToString(),
+        ControlBlob(version=2, resume_token=b"x" * 16, max_tokens=1, n=1).SerializeToString(),
+        ControlBlob(version=1, resume_token=b"short", max_tokens=1, n=1).SerializeToString(),
+        ControlBlob(version=1, resume_token=b"x" * 16, n=1).SerializeToString(),
+        ControlBlob(version=1, resume_token=b"x" * 16, max_tokens=1, n=2).SerializeToString(),
     ],
-    ids=["empty", "garbage", "later-version", "short-token", "no-limit"],
+    ids=["empty", "garbage", "later-version", "short-token", "no-limit", "no-sampling"],
 )
 def test_foreign_bytes_are_refused(raw):
     with pytest.raises(UnreadableBlob):
@@ -109,6 +128,6 @@ def test_random_bytes_are_never_taken_for_a_blob():
 
 
 def test_fields_of_a_later_release_are_passed_over():
-    raw = write_blob(generation(CHOICES[1], TEXTS[1]), arrival_number=1, right=draw_resume_right(""))
+    raw = blob_of(1, draw_resume_right(""))
     later = raw + b"\xa2\x06\x03abc"  # field 100, a string
     assert read_blob(later) == read_blob(raw)

@@ -10,6 +10,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from maniple.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -23,7 +24,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ControlBlob(_message.Message):
-    """One request, apart from what NewRequest says itself: ids, prompt, samples, sampling, namespace, deadline."""
+    """One request, as far as it does not follow from a row of it, or from the tombstone of one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -43,6 +44,10 @@ class ControlBlob(_message.Message):
     ONLY_FINAL_FIELD_NUMBER: _builtins.int
     SKIP_READING_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    CACHE_NAMESPACE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """1. A reader that does not know the version ends the request instead of guessing."""
     arrival_number: _builtins.int
@@ -69,6 +74,12 @@ class ControlBlob(_message.Message):
     """The prefix cache is not read for it."""
     traceparent: _builtins.str
     """W3C traceparent of the client's call."""
+    n: _builtins.int
+    """Samples."""
+    min_tokens: _builtins.int
+    """Neither stop ids nor stop strings end a sample among so many first output tokens."""
+    cache_namespace: _builtins.bytes
+    """Root of the hash chain. Only with several samples."""
     @_builtins.property
     def eos_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-text ids that end a sample. Empty with ignore_eos."""
@@ -80,6 +91,10 @@ class ControlBlob(_message.Message):
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Stop strings."""
+
+    @_builtins.property
+    def sampling(self) -> _sampling_pb2.RowSampling:
+        """How to sample. Only with several samples: one may have left before another began, and tombstones do not say."""
 
     def __init__(
         self,
@@ -100,10 +115,14 @@ class ControlBlob(_message.Message):
         only_final: _builtins.bool = ...,
         skip_reading_prefix_cache: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
+        n: _builtins.int = ...,
+        min_tokens: _builtins.int = ...,
+        sampling: _sampling_pb2.RowSampling | None = ...,
+        cache_namespace: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_number", b"arrival_number", "client_identity", b"client_identity", "detach_grace_s", b"detach_grace_s", "eos_ids", b"eos_ids", "include_stop_str_in_output", b"include_stop_str_in_output", "max_tokens", b"max_tokens", "only_final", b"only_final", "priority", b"priority", "resume_token", b"resume_token", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "skip_special_tokens", b"skip_special_tokens", "skip_text", b"skip_text", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_number", b"arrival_number", "cache_namespace", b"cache_namespace", "client_identity", b"client_identity", "detach_grace_s", b"detach_grace_s", "eos_ids", b"eos_ids", "include_stop_str_in_output", b"include_stop_str_in_output", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "only_final", b"only_final", "priority", b"priority", "resume_token", b"resume_token", "sampling", b"sampling", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "skip_special_tokens", b"skip_special_tokens", "skip_text", b"skip_text", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
