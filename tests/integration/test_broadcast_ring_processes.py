@@ -1,6 +1,7 @@
 """The ring between real processes: many messages, and either side killed or stopped while it is at work."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -165,3 +166,13 @@ async def test_fifty_rings_leave_nothing_behind_half_of_them_with_killed_readers
             holder.kill()
             holder.wait(10)
     assert traces() == before
+
+
+def test_bench_measures_both_ways_and_ends_with_json():
+    bench = Path(__file__).resolve().parents[2] / "bench" / "broadcast.py"
+    command = [sys.executable, str(bench), "--readers", "2", "--messages", "40", "--rounds", "1", "--interval-ms", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [(row["transport"], row["num_readers"]) for row in rows] == [("ring", 2), ("stream", 2)]
+    assert all(0 < row["p50_us"] <= row["p99_us"] and row["reader_cpu_us"] > 0 for row in rows)

@@ -60,6 +60,8 @@ async def test_ring_tells_of_room_once_for_each_refusal():
             assert ring.num_rooms == n
             await take(ring.readers[0], 5)
             await until(lambda n=n: ring.num_rooms == n + 1, "room")
+        ring.writer.send(b"y")
+        await take(ring.readers[0], 1)
         for _ in range(10):
             await asyncio.sleep(0)
         assert ring.num_rooms == 4
@@ -83,15 +85,46 @@ async def test_writer_waiting_for_room_sleeps_while_the_reader_does():
 
 
 async def test_large_area_is_bounded_and_its_room_comes_back():
-    with ring_of(2, num_chunks=8, chunk_bytes=32, large_bytes=1000) as ring:
+    with ring_of(2, num_chunks=40, chunk_bytes=32, large_bytes=1000) as ring:
+        for n in range(3):
+            ring.writer.send(b"%d" % n)
+        for reader in ring.readers:
+            await take(reader, 3)
         assert ring.writer.send(bytes(600))
         assert not ring.writer.send(bytes(600))
         await take(ring.readers[0], 1)
+        for _ in range(5):  # the writer looks, and there is no room
+            await asyncio.sleep(0)
         assert not ring.writer.send(bytes(600))
         await take(ring.readers[1], 1)
         await until(lambda: ring.num_rooms, "room")
         assert ring.writer.send(numbered(7, 600))
         assert await take(ring.readers[1], 1) == [numbered(7, 600)]
+
+
+@pytest.mark.parametrize("first", range(0, 40, 7))
+async def test_writer_hears_of_room_wherever_in_the_ring_it_was_full(first: int):
+    with ring_of(2, num_chunks=40, chunk_bytes=8) as ring:
+        for _ in range(first):
+            ring.writer.send(b"x")
+        for reader in ring.readers:
+            await take(reader, first)
+        while ring.writer.send(b"x"):
+            pass
+        for reader in ring.readers:
+            assert ring.num_rooms == 0
+            await take(reader, 11)
+        await until(lambda: ring.num_rooms, "room", timeout_s=2)
+
+
+async def test_message_more_than_a_lap_old_counts_as_read():
+    with ring_of(1, **SMALL) as ring:
+        for _ in range(12):
+            ring.writer.send(b"x")
+            await take(ring.readers[0], 1)
+        assert [ring.writer._was_read(position) for position in (0, 6, 7, 11)] == [True] * 4
+        ring.writer.send(b"y")
+        assert not ring.writer._was_read(12)
 
 
 async def test_large_message_is_not_waited_for_when_its_chunk_was_written_again():
@@ -297,6 +330,18 @@ class TestWhatNobodyWrote:
             with pytest.raises(RingCorrupted, match="message 5"):
                 await anext(reader)
 
+    async def test_old_message_is_not_taken_for_one_at_a_new_position(self):
+        with ring_of(1, **SMALL) as ring:
+            layout = RingLayout(num_readers=1, **SMALL)
+            ring.writer.send(b"old")
+            ring.writer.send(b"new")
+            old, new = (slice(layout.chunk(n) + 8, layout.chunk(n + 1)) for n in (0, 1))
+            with mmap.mmap(ring.memory_fd, 0) as memory:
+                memory[new] = memory[old]  # all but the position
+            assert await anext(ring.readers[0]) == b"old"
+            with pytest.raises(RingCorrupted, match="message 1"):
+                await anext(ring.readers[0])
+
     @pytest.mark.parametrize(("at", "says"), [(0, "no ring"), (8, "version"), (16, "bytes"), (12, "bytes")])
     async def test_reader_refuses_a_header_that_does_not_fit(self, at: int, says: str):
         writer = BroadcastWriter(num_readers=1, **SMALL)
@@ -355,6 +400,17 @@ async def test_ring_leaves_no_descriptor_and_no_mapping_after_it_was_closed():
             while ring.writer.send(bytes(30)):
                 pass
     assert traces() == before
+
+
+async def test_reader_keeps_its_descriptors_from_its_own_children():
+    writer = BroadcastWriter(num_readers=1, **SMALL)
+    fds = ReaderFds(*map(os.dup, writer.reader_fds(0)))
+    for fd in fds:
+        os.set_inheritable(fd, True)  # as they come from the parent
+    reader = BroadcastReader(fds, 0)
+    assert not any(map(os.get_inheritable, fds))
+    reader.close()
+    writer.close()
 
 
 def test_reader_fds_survive_the_command_line():

@@ -120,8 +120,8 @@ class BroadcastReader:
         self._map[self._flags + position % layout.num_chunks] = layout.flag_after(position)
         self._position += 1
         self._ready -= 1
-        # A writer out of room need not hear of every chunk, but must hear of the last one that there is to read.
-        if not self._ready or large or not position % self._quarter:
+        # A writer out of room waits for a large message, or for one of a full ring, which has all quarters.
+        if large or not position % self._quarter:
             os.eventfd_write(self._fds.room, 1)
         return message
 
