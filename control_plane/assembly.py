@@ -9,8 +9,9 @@ from control_plane.engine import Engine
 from control_plane.engine_status import EngineLimits, RequestIds
 from control_plane.executors.base import Executor
 from control_plane.executors.multiproc import MultiprocExecutor
+from control_plane.executors.ray import RayExecutor
 from control_plane.executors.remote import RemoteExecutor
-from control_plane.executors.selection import REMOTE, UNI
+from control_plane.executors.selection import RAY, REMOTE, UNI
 from control_plane.executors.uniproc import UniprocExecutor
 from control_plane.executors.worker_settings import WorkerSettings
 from control_plane.group.settings import GroupFacts, GroupSettings
@@ -43,6 +44,10 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
         return UniprocExecutor(settings)
     if config.executor == REMOTE:
         return RemoteExecutor(config.worker_addresses[group], world_size=world_size, settings=settings)
+    if config.executor == RAY:
+        # Under this name the next control plane of the same model finds the ranks.
+        name = f"{config.served_model_name[0]}/group{group}"
+        return RayExecutor(name=name, world_size=world_size, settings=settings, address=config.ray_address)
     return MultiprocExecutor(world_size=world_size, settings=settings)
 
 

@@ -172,6 +172,9 @@ class ControlPlaneConfig:
     headless name. Fewer addresses than ranks: each stands for as many ranks on consecutive ports, as `maniple worker
     --tensor-parallel-size` serves them. Several groups are parted by semicolons."""
 
+    ray_address: str = setting("auto", topic=GROUP, read=read_text, rule=lambda v: "" if v else "must not be empty")
+    """The Ray cluster for executor ray: auto (the one of this machine, or RAY_ADDRESS), or HOST:PORT."""
+
     allow_insecure_serialization: bool = setting(False, topic=GROUP, read=read_switch)
     """Let programs call Python functions on workers (collective_rpc of a callable), pickled; the workers need the same
     flag. Off: whoever reaches a worker could run any code there."""

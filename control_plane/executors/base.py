@@ -175,6 +175,9 @@ class Executor(abc.ABC):
     def describe_rank(self, rank: Rank) -> tuple[str, int]:
         """Return (address, pid or 0) for people."""
 
+    def let_go(self) -> None:  # noqa: B027 - nothing to do where ranks end with us
+        """Leave the ranks to the next owner: ``shutdown`` then ends none that outlives this one."""
+
     @abc.abstractmethod
     async def shutdown(self, *, grace_s: float) -> None:
         """End all ranks that this executor started, by force after ``grace_s``; leave no process, socket or file."""

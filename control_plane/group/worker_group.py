@@ -324,6 +324,8 @@ class WorkerGroup:
         if self._tenure is None:
             return False
         self._has_parted = True
+        if kind != worker_pb2.StepsRequest.Goodbye.KIND_SHUTDOWN:
+            self.executor.let_go()
         self._tenure.silence()
         taken = [await stream.goodbye(kind, timeout_s=_FAREWELL_S) for stream in reversed(self._tenure.streams)]
         return all(taken)
