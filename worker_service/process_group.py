@@ -15,6 +15,7 @@ from typing import Protocol
 from service_chassis.errors import InvalidParameter
 
 OUTPUT_RANK = 0  # decides the sampled tokens
+Bytes = bytes | bytearray | memoryview  # of items of one byte
 
 
 class BrokenCollective(ConnectionError):
@@ -54,12 +55,15 @@ class ProcessGroup(Protocol):
     def host(self) -> str:
         """The address at which this rank's machine is reached by the others."""
 
-    def broadcast(self, content: bytes) -> bytes:
+    def broadcast(self, content: Bytes) -> Bytes:
         """Return what rank 0 gave as ``content``; what others give is not looked at.
 
         Raises:
             BrokenCollective: a rank is gone, or the group was aborted.
         """
+
+    def gather(self, content: Bytes) -> list[Bytes] | None:
+        """Return what every rank gave, in rank order, on rank 0; None elsewhere. Raises ``BrokenCollective``."""
 
     def barrier(self) -> None:
         """Wait until every rank came here. Raises ``BrokenCollective``."""
@@ -82,8 +86,11 @@ class LoneProcessGroup:
     num_sharing: int = 1
     host: str = "127.0.0.1"
 
-    def broadcast(self, content: bytes) -> bytes:
+    def broadcast(self, content: Bytes) -> Bytes:
         return content
+
+    def gather(self, content: Bytes) -> list[Bytes] | None:
+        return [content]
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -1,8 +1,8 @@
 """Connect the ranks of a group by sockets: a star around rank 0, in plain Python.
 
 Rank 0 listens from its start; the others come when the group is formed, say the formation's name and their rank, and
-stay. Messages are frames of a u32 length and that many bytes; there is no other state. A broadcast to two other ranks
-takes about 0.1 ms on loopback.
+stay. Messages are frames of a u32 length and that many bytes; there is no other state. To the centre and back takes
+less than 0.1 ms with three ranks on loopback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from service_chassis.telemetry import get_logger
-from worker_service.process_group import OUTPUT_RANK, BrokenCollective
+from worker_service.process_group import OUTPUT_RANK, BrokenCollective, Bytes
 
 _MAX_HELLO_BYTES = 4096
 _HELLO_TIMEOUT_S = 2.0  # whoever connects and says nothing does not keep the others waiting
@@ -74,28 +74,30 @@ class SocketProcessGroup:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.settimeout(None)
 
-    def broadcast(self, content: bytes) -> bytes:
+    def broadcast(self, content: Bytes) -> Bytes:
         if self.rank != OUTPUT_RANK:
             return self._receive(OUTPUT_RANK, self._links[0])
         for other, link in enumerate(self._links, start=1):
             self._send(other, link, content)
         return content
 
-    def barrier(self) -> None:
+    def gather(self, content: Bytes) -> list[Bytes] | None:
         if self.rank != OUTPUT_RANK:
-            self._send(OUTPUT_RANK, self._links[0], b"")
-        else:
-            for other, link in enumerate(self._links, start=1):
-                self._receive(other, link)
+            self._send(OUTPUT_RANK, self._links[0], content)
+            return None
+        return [content, *(self._receive(other, link) for other, link in enumerate(self._links, start=1))]
+
+    def barrier(self) -> None:
+        self.gather(b"")
         self.broadcast(b"")
 
-    def _send(self, other: int, link: socket.socket, content: bytes) -> None:
+    def _send(self, other: int, link: socket.socket, content: Bytes) -> None:
         try:
             _send_frame(link, content)
         except OSError as error:
             raise self._broken(other, error) from None
 
-    def _receive(self, other: int, link: socket.socket) -> bytes:
+    def _receive(self, other: int, link: socket.socket) -> bytearray:
         try:
             return _receive_frame(link)
         except OSError as error:
@@ -214,22 +216,26 @@ def _cores() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _send_frame(link: socket.socket, content: bytes) -> None:
-    link.sendall(len(content).to_bytes(4, "little") + content)
+def _send_frame(link: socket.socket, content: Bytes) -> None:
+    header = len(content).to_bytes(4, "little")
+    sent = link.sendmsg([header, content]) - len(header)  # one packet where it is small
+    if sent < len(content):
+        link.sendall(memoryview(content)[max(sent, 0) :])
 
 
-def _receive_frame(link: socket.socket, *, at_most: int = 1 << 30) -> bytes:
+def _receive_frame(link: socket.socket, *, at_most: int = 1 << 30) -> bytearray:
     length = int.from_bytes(_receive_exactly(link, 4), "little")
     if length > at_most:
         raise ConnectionError(f"a message of {length} bytes")
     return _receive_exactly(link, length)
 
 
-def _receive_exactly(link: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = link.recv(count - len(parts))
-        if not part:
+def _receive_exactly(link: socket.socket, count: int) -> bytearray:
+    received = bytearray(count)
+    left = memoryview(received)
+    while left:
+        num_bytes = link.recv_into(left)
+        if not num_bytes:
             raise ConnectionError("it was closed")
-        parts += part
-    return bytes(parts)
+        left = left[num_bytes:]
+    return received

@@ -1,7 +1,9 @@
-"""Exchange tensors between the ranks of a group: Gloo on the CPU, NCCL on CUDA devices.
+"""Exchange tensors between the ranks of a group.
 
-Formed over the group's sockets when a model is loaded, and again for each new formation. On one rank everything here is
-nothing. Results are the same to the bit on every rank.
+On CUDA devices all of it is NCCL's. On the CPU large sums are Gloo's, and what is small goes over the group's own
+sockets to rank 0 and back: to wake the threads of Gloo's ring, step after step, takes far longer than to send so
+little. Formed when a model is loaded, and again for each new formation. On one rank everything here is nothing. Results
+are the same to the bit on every rank.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from torch._C import _distributed_c10d as c10d
 
 from service_chassis.errors import InvalidParameter
 from service_chassis.telemetry import get_logger
-from worker_service.process_group import OUTPUT_RANK, BrokenCollective, ProcessGroup
+from worker_service.process_group import OUTPUT_RANK, BrokenCollective, Bytes, LoneProcessGroup, ProcessGroup
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=60)
+# Sums up to here go over the sockets. Three ranks on two busy cores, sockets / Gloo in ms: 2 KB 0.06 / 2.5, 18 KB
+# 0.12 / 4.7, 147 KB 0.5 / 6.6, 1.2 MB 2.3 / 4.8.
+_SMALL_BYTES = 1 << 20
 # Ranks judge nobody: a rank may wait in a collective for a step that a new owner has yet to relay (PROTOCOL C4).
 _NO_TIMEOUT = datetime.timedelta(days=3650)
 
@@ -30,8 +35,7 @@ class TensorGroup:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._world_size = 1
-        self._rank = OUTPUT_RANK
+        self._group: ProcessGroup = LoneProcessGroup("")
         self._backend: Any = None  # None: one rank
         self._reducing = dist.AllreduceOptions()
         self._gathering = dist.GatherOptions()
@@ -41,30 +45,45 @@ class TensorGroup:
     def join(self, group: ProcessGroup) -> None:
         """Connect to the other ranks of a newly formed group; all of them do the same now."""
         self.abort()
-        self._rank, self._world_size, self._backend = group.rank, group.world_size, None
+        self._group, self._backend = group, None
         if group.world_size == 1:
             return
-        store = _form_store(group)
-        if self._device.type == "cuda":
-            self._backend = _form_nccl(store, group)
-        else:
-            self._backend = _form_gloo(store, group)
+        form = _form_nccl if self._device.type == "cuda" else _form_gloo
+        self._backend = form(_form_store(group), group)
         group.on_abort(self.abort)
         get_logger().info("tensor_group.formed", formation_id=group.formation_id, backend=self._backend.name())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Add up ``x`` over the ranks, in place, and return it. Raises ``BrokenCollective``."""
-        if self._world_size > 1:
-            self._wait(self._backend.allreduce, [x], self._reducing)
+        if self._backend is None:
+            return x
+        if self._device.type == "cpu" and x.nbytes <= _SMALL_BYTES and x.is_contiguous():
+            return self._all_reduce_small(x)
+        self._wait(self._backend.allreduce, [x], self._reducing)
+        return x
+
+    def _all_reduce_small(self, x: Tensor) -> Tensor:
+        parts = self._group.gather(_bytes_of(x))
+        if parts is None:
+            return x.copy_(_tensor_of(self._group.broadcast(b""), x))
+        total = x.float()
+        for part in parts[1:]:
+            total += _tensor_of(part, x)
+        x.copy_(total)
+        self._group.broadcast(_bytes_of(x))
         return x
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """Return every rank's ``x``, of one shape, on rank 0; None elsewhere. Raises ``BrokenCollective``."""
-        if self._world_size == 1:
+        if self._backend is None:
             return [x]
-        parts = [torch.empty_like(x) for _ in range(self._world_size)] if self._rank == OUTPUT_RANK else None
-        self._wait(self._backend.gather, [parts] if parts is not None else [], [x], self._gathering)
-        return parts
+        if self._device.type == "cpu":
+            gathered = self._group.gather(_bytes_of(x.contiguous()))
+            return None if gathered is None else [_tensor_of(part, x) for part in gathered]
+        is_output = self._group.rank == OUTPUT_RANK
+        parts = [torch.empty_like(x) for _ in range(self._group.world_size)] if is_output else []
+        self._wait(self._backend.gather, [parts] if is_output else [], [x], self._gathering)
+        return parts if is_output else None
 
     @staticmethod
     def _wait(collective: Any, *arguments: Any) -> None:
@@ -79,11 +98,19 @@ class TensorGroup:
         """Break NCCL's collectives. Any thread, does not wait.
 
         Gloo's cannot be broken from outside: they end when the other ranks do, and the timer of ``server`` ends this
-        process whatever it waits for.
+        process whatever it waits for. The group's sockets are broken by the group.
         """
         backend = self._backend
         if backend is not None and self._device.type == "cuda":
             threading.Thread(target=backend.abort, name="nccl-abort", daemon=True).start()
+
+
+def _bytes_of(x: Tensor) -> memoryview:
+    return memoryview(x.view(torch.uint8).reshape(-1).numpy().data)
+
+
+def _tensor_of(content: Bytes, like: Tensor) -> Tensor:
+    return torch.frombuffer(content, dtype=like.dtype).view(like.shape)
 
 
 def _form_store(group: ProcessGroup) -> c10d.Store:
@@ -93,7 +120,7 @@ def _form_store(group: ProcessGroup) -> c10d.Store:
         family = socket.AF_INET6 if ":" in group.host else socket.AF_INET
         listener = socket.create_server((group.host, 0), family=family, backlog=group.world_size)
     port = listener.getsockname()[1] if listener is not None else 0
-    host, port_text = group.broadcast(f"{group.host} {port}".encode()).decode().split()
+    host, port_text = bytes(group.broadcast(f"{group.host} {port}".encode())).decode().split()
     store = c10d.TCPStore(
         host,
         int(port_text),
@@ -110,7 +137,6 @@ def _form_gloo(store: c10d.Store, group: ProcessGroup) -> Any:
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=group.host)]
     options._timeout = _CONNECT_TIMEOUT
-    options._threads = 1
     return gloo(store, group.rank, group.world_size, options)
 
 
