@@ -39,8 +39,8 @@ def split_rule(sizes: SplitSizes, world_size: int) -> str:
     if not broken:
         return ""
     working = [str(size) for size in range(1, min(sizes.num_heads, _LARGEST) + 1) if not _broken(sizes, size)]
-    listed = f"{', '.join(working[:-1])} and {working[-1]}" if len(working) > 1 else f"only {working[0]}"
-    return f"{broken}; of all sizes {listed} would work"
+    listed = " or ".join(filter(None, (", ".join(working[:-1]), working[-1])))
+    return f"{broken}; this model can be split over {listed} rank{'s' if len(working) > 1 else ''}"
 
 
 def _broken(sizes: SplitSizes, world_size: int) -> str:

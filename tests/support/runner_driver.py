@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from worker_service.model_runner import TorchModelRunner
+from worker_service.process_group import ProcessGroup
 from worker_service.runner import LoadOptions
 from worker_service.step_work import FinishedRow, Mode, NewRow, RowSampling, StepWork, TableChange, TableOp
 
@@ -26,8 +27,20 @@ class Row:
 class RunnerDriver:
     """One loaded runner and the batch it is given."""
 
-    def __init__(self, directory: Path, *, budget: int = 256, num_threads: int = 1, **options: object) -> None:
-        self.runner = TorchModelRunner(device="cpu", num_threads=num_threads)
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        budget: int = 256,
+        num_threads: int = 1,
+        group: ProcessGroup | None = None,
+        **options: object,
+    ) -> None:
+        """Load; as one of several ranks where a group is given."""
+        rank, world_size = (group.rank, group.world_size) if group else (0, 1)
+        self.runner = TorchModelRunner(device="cpu", rank=rank, world_size=world_size, num_threads=num_threads)
+        if group is not None:
+            self.runner.join(group)
         defaults = {"dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": budget, "max_model_len": 256}
         load = LoadOptions(model=str(directory), **{**defaults, **options})  # type: ignore[arg-type]
         self.facts = self.runner.load_model(load, lambda share, what: None)
@@ -41,9 +54,9 @@ class RunnerDriver:
         self._samples: list[int] = []
         compute = self.runner._compute_logits
 
-        def remember(hidden: Tensor) -> Tensor:
+        def remember(hidden: Tensor) -> Tensor | None:
             scores = compute(hidden)
-            if not self._samples:  # a dummy step
+            if scores is None or not self._samples:  # rank 0 has them; a dummy step
                 return scores
             for row, one in zip(self._samples, scores.clone(), strict=True):
                 self.logits.setdefault(row, []).append(one)
