@@ -48,6 +48,9 @@ log = structlog.get_logger(__name__)
 FLUSH_AFTER_S = 0.05
 # What a client is told to wait when the queue is full. A queue turns over in seconds, not minutes.
 QUEUE_RETRY_S = 1.0
+# How many groups a request may lose under it and still go on in another. One that was in three when they were lost may
+# be what loses them, and would take down one after another.
+MAX_MOVES = 2
 
 _REASONS = {
     scheduled.FinishReason.STOP: FinishReason.STOP,
@@ -416,7 +419,8 @@ class Engine:
             live = self._live.get(request.request_id)
             if live is None or (is_fenced and request.started):
                 continue
-            if self.hand_over(live, request.continued()):
+            live.num_losses += request.started
+            if live.num_losses <= MAX_MOVES and self.hand_over(live, request.continued()):
                 del self._live[request.request_id]
         for live in list(self._live.values()):
             if live.started_at is None:

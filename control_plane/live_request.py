@@ -32,6 +32,7 @@ class LiveRequest:
     started_at: float | None = None  # entered its first delta
     first_token_at: float | None = None
     num_cached_tokens: int = 0
+    num_losses: int = 0  # of groups that were computing it
 
     @classmethod
     def of(cls, generation: Generation, stream: GenerationStream, tokenizer: Tokenizer, now: float) -> LiveRequest:

@@ -172,6 +172,22 @@ async def test_every_stream_ends_once_with_the_right_status_when_no_other_group_
         await running.settled()
 
 
+async def test_request_that_loses_every_group_it_runs_in_is_stopped_before_it_takes_them_all() -> None:
+    async with running_fleet(SLOW, SLOW, SLOW, SLOW, executor="uni") as running, asyncio.timeout(60):
+        # Four at once, one a group; the poison is the fifth and goes to the first. No door lets it through.
+        readers = await read_all(running, [generation(f"r{n}", [n, 1, 2], max_tokens=100) for n in range(4)])
+        await until(lambda: all(reader.num_tokens for reader in readers), "one runs in each group")
+        (poison,) = await read_all(running, [generation("poison", [1], cache_namespace=b"too short")])
+        with pytest.raises(GroupLost, match="DeltaRefused"):
+            await poison.task
+        await asyncio.gather(*(running.formed_anew(index) for index in range(3)))
+        assert [len(kept.losses) for kept in running.groups] == [1, 1, 1, 0]
+        await readers[3].task  # beside whom it never ran
+        assert readers[3].got.done
+        await asyncio.gather(*(reader.task for reader in readers[:3]), return_exceptions=True)
+        await running.settled()
+
+
 async def test_what_a_new_owner_continues_is_left_to_it_and_what_never_started_moves() -> None:
     async with running_fleet(SLOW, SLOW, executor="uni", max_num_seqs=1) as running, asyncio.timeout(60):
         readers = await read_all(running, [generation(f"r{n}", [n, 1, 2], max_tokens=25) for n in range(4)])
