@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 
 from control_plane.config import ControlPlaneConfig
+from control_plane.delta_recorder import DeltaRecorder, GroupRecording
 from control_plane.engine import Engine
 from control_plane.engine_status import EngineLimits, RequestIds
 from control_plane.executors.base import Executor
 from control_plane.executors.multiproc import MultiprocExecutor
 from control_plane.executors.ray import RayExecutor
 from control_plane.executors.remote import RemoteExecutor
-from control_plane.executors.selection import RAY, REMOTE, UNI
+from control_plane.executors.selection import MP, RAY, REMOTE, UNI
 from control_plane.executors.uniproc import UniprocExecutor
 from control_plane.executors.worker_settings import WorkerSettings
+from control_plane.group.recorded_group import RecordedGroup
 from control_plane.group.settings import GroupFacts, GroupSettings
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -22,17 +25,30 @@ from service_chassis.protocol.version import FEATURE_FULL_SAMPLING
 from service_chassis.scripted import parse_scripted
 
 
-def build_group(config: ControlPlaneConfig, model_path: str, owner_address: str, *, group: int = 0) -> WorkerGroup:
-    """Return one of the groups that the configuration asks for, not yet formed."""
+def build_group(
+    config: ControlPlaneConfig,
+    model_path: str,
+    owner_address: str,
+    *,
+    group: int = 0,
+    recorder: DeltaRecorder | None = None,
+) -> WorkerGroup:
+    """Return one of the groups that the configuration asks for, not yet formed; ``recorder`` is told of its steps."""
     executor = build_executor(config, group=group)
-    return WorkerGroup(executor, _group_settings(config, model_path, owner_address), owner_id=secrets.token_hex(8))
+    settings = _group_settings(config, model_path, owner_address)
+    owner_id = secrets.token_hex(8)
+    if recorder is None:
+        return WorkerGroup(executor, settings, owner_id=owner_id)
+    return RecordedGroup(executor, settings, owner_id=owner_id, recording=GroupRecording(recorder, str(group)))
 
 
 def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
     """Return what starts or finds the ranks of one group; ``group`` counts the groups of worker addresses."""
+    local = config.executor in (UNI, MP)
     settings = WorkerSettings(
         device=config.device,
-        num_threads=config.num_threads,
+        first_device=group * config.tensor_parallel_size if local else 0,
+        num_threads=config.num_threads or (_share_of_cores(config) if local else 0),
         report_interval_s=config.report_interval_s,
         idle_report_interval_s=config.idle_report_interval_s,
         allow_insecure_serialization=config.allow_insecure_serialization,
@@ -49,6 +65,13 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
         name = f"{config.served_model_name[0]}/group{group}"
         return RayExecutor(name=name, world_size=world_size, settings=settings, address=config.ray_address)
     return MultiprocExecutor(world_size=world_size, settings=settings)
+
+
+def _share_of_cores(config: ControlPlaneConfig) -> int:
+    """Return the threads of a rank where several groups share the machine; 0 leaves it to the worker."""
+    if config.num_groups == 1:
+        return 0
+    return max(1, len(os.sched_getaffinity(0)) // (config.num_groups * config.tensor_parallel_size))
 
 
 def build_engine(

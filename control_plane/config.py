@@ -209,6 +209,11 @@ class ControlPlaneConfig:
     log_format: str = setting("auto", topic=LOGGING, read=read_text, rule=one_of("auto", "console", "json"))
     """auto, console or json. auto: console on a terminal, JSON on a pipe."""
 
+    record_deltas: str = setting("", topic=LOGGING, read=read_text, metavar="FILE")
+    """Record every delta and result to FILE, which `maniple replay FILE` checks offline; an existing log is continued.
+    Prompts, outputs and resume tokens are in it, and nothing else limits its size: for finding a fault, not for always.
+    Only its owner may read it."""
+
     def __post_init__(self) -> None:
         faults = broken_rules(self) or _contradictions(self)
         if faults:

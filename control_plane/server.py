@@ -22,6 +22,7 @@ from control_plane import exit_codes
 from control_plane.announcement import Announcement, Lost, Ready, StageProgress, Stopping
 from control_plane.assembly import build_engine, build_group
 from control_plane.config import ControlPlaneConfig
+from control_plane.delta_recorder import DeltaRecorder
 from control_plane.doors import admin, health, inference, vllm_engine
 from control_plane.doors.converters import draw_seed
 from control_plane.doors.served_model import ServedModel
@@ -90,9 +91,12 @@ class ControlPlane:
         self._keeping: list[asyncio.Task[LossReason]] = []  # one of each keeper that has started
         self._facts: dict[str, GroupFacts] = {}  # of every group as it was formed last, by its name
         self._stopping = threading.Event()  # read by the thread that fetches a model
+        self._recorder: DeltaRecorder | None = None
 
     async def run(self, signals: StopSignals) -> int:
         """Start, serve, stop."""
+        if self._config.record_deltas:
+            self._recorder = DeltaRecorder.at(self._config.record_deltas)
         try:
             place = await _unless_stopped(
                 asyncio.to_thread(resolve_model, self._config.model, self._model_progress), signals
@@ -128,6 +132,8 @@ class ControlPlane:
             self._fleet.leave("shutting down", keeper.name)
         await asyncio.gather(*(keeper.end("the control plane shuts down") for keeper in self._keepers))
         await self._server.stop(_FAREWELL_S)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
         if self._config.listen.startswith("unix:"):
             with suppress(FileNotFoundError):
                 os.unlink(self._config.listen.removeprefix("unix:"))
@@ -187,7 +193,7 @@ class ControlPlane:
         return GroupKeeper(
             name,
             fleet=self._fleet,
-            make_group=lambda: build_group(config, place.path, self._address, group=index),
+            make_group=lambda: build_group(config, place.path, self._address, group=index, recorder=self._recorder),
             make_engine=lambda formed, facts: build_engine(config, formed, facts, text.tokenizer, self._fleet.ids),
             on_group_loss=OnGroupLoss(config.on_group_loss),
             backoff=Backoff(config.max_group_failures),

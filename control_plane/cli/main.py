@@ -28,6 +28,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "Look": {
         "status": Command("status", "say what a server is doing; --watch to see it live"),
+        "replay": Command("replay", "check a log that `serve --record-deltas` wrote"),
     },
     "Models": {
         "model fetch": Command("model", "fetch a model into the cache"),
