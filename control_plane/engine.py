@@ -8,25 +8,31 @@ early (cancelled stream, passed deadline, ``abort``, drain, lost group) goes thr
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 
+from control_plane.adopted_batch import requests_of
+from control_plane.control_blob import write_blob
 from control_plane.deltas import DeltaEncoder, row_payload, step_tokens
 from control_plane.engine_status import EngineLimits, EngineStatus, RequestIds
-from control_plane.generation import FinishReason, Generation
+from control_plane.generation import Cursor, FinishReason, Generation
 from control_plane.generation_stream import GenerationStream
+from control_plane.group.batch_snapshot import BatchSnapshot
 from control_plane.group.loss import LossKind, LossReason
 from control_plane.group.worker_group import OUTPUT_RANK, WorkerGroup
-from control_plane.live_request import LiveRequest
+from control_plane.live_request import LiveRequest, resumed_stream
 from control_plane.rates import Rate
 from control_plane.routing import Candidate
 from control_plane.scheduling import request as scheduled
 from control_plane.scheduling.plan import PlanMode, ResultMismatch, SampleOutput, StepPlan
 from control_plane.scheduling.scheduler import Scheduler
 from control_plane.text.tokenizer import Tokenizer
+from maniple.v1 import worker_pb2
 from maniple.v1.scheduler_delta_pb2 import SchedulerDelta, StepResult
 from service_chassis.errors import (
     Cancelled,
@@ -71,11 +77,25 @@ class Engine:
         limits: EngineLimits,
         model: str,
         ids: RequestIds | None = None,
+        adopted: BatchSnapshot | None = None,
+        resume_grace_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take a formed group and a fresh scheduler of the same limits. ``run`` starts it.
+        """Take a group that lives and a fresh scheduler of the same limits. ``run`` starts it.
 
-        ``ids`` are those of the control plane, where it has other engines beside this one or had one before.
+        Args:
+            scheduler: its first step is the group's next.
+            group: its callbacks are set here.
+            tokenizer: of the model.
+            limits: of the group.
+            model: its name, for people.
+            ids: those of the control plane, where it has other engines beside this one or had one before.
+            adopted: the batch that another owner left running in the group.
+            resume_grace_s: how long an adopted request waits for its client.
+            clock: of deadlines.
+
+        Raises:
+            SnapshotUnreadable: the batch is not what the ranks report of it.
         """
         self.limits = limits
         self.now = clock
@@ -91,6 +111,10 @@ class Engine:
         self._live: dict[RequestId, LiveRequest] = {}
         self._ids = ids if ids is not None else RequestIds()  # finished less than a minute ago
         self._plans: dict[Step, StepPlan] = {}  # RUN steps without a result
+        self._num_arrived = 0  # counted on across owners of the group
+        self._detached: list[tuple[float, RequestId]] = []  # a heap: when a request without a stream is given up
+        self._is_leaving = False  # no new steps
+        self._has_left = asyncio.Event()  # none is outstanding either
         self._results: deque[StepResult] = deque()  # arrived, not applied; at most one per step in flight
         self._outputs: list[SampleOutput] = []  # applied, not told to the clients
         self._has_failed = False
@@ -105,6 +129,8 @@ class Engine:
         group.on_accepted = self._on_accepted
         group.on_lost = self.fail
         group.on_health = lambda healthy, reason: self._tell_readiness()
+        if adopted is not None:
+            self._adopt(adopted, resume_grace_s)
 
     # What doors call
 
@@ -154,12 +180,27 @@ class Engine:
             deadline=generation.deadline,
             cache_namespace=generation.cache_namespace,
             skip_reading_prefix_cache=generation.skip_reading_prefix_cache,
-            payload=row_payload(sampling),
         )
         if (refusal := self._scheduler.refusal(request)) is not None:
             raise _refused(refusal, len(generation.prompt_token_ids))
-        stream = GenerationStream(generation, lambda: self._cancel(request_id))
-        self._enter(LiveRequest.of(generation, stream, self._tokenizer, now), request)
+        stream = GenerationStream(generation, lambda: self._cancel(stream))
+        live = LiveRequest.of(generation, stream, self._tokenizer, now)
+        self._num_arrived += 1
+        payload = row_payload(sampling)
+        blob = write_blob(generation, payload.sampling, arrival_number=self._num_arrived, right=live.right)
+        request.payload = replace(payload, control_blob=blob)
+        self._enter(live, request)
+        return stream
+
+    def resume(self, request_id: RequestId, token: bytes, identity: str, cursors: Sequence[Cursor]) -> GenerationStream:
+        """Return a new stream of a request that is here; it goes on after the cursors, and the one before it ends.
+
+        Raises:
+            PermissionDenied: the token is not this request's, or another caller's.
+            InvalidParameter, ResumeLost: see ``LiveRequest.attach``.
+        """
+        stream = resumed_stream(self._live[request_id], token, identity, cursors)
+        stream.belong_to(lambda: self._cancel(stream))
         return stream
 
     def take_over(self, live: LiveRequest, request: scheduled.Request) -> bool:
@@ -167,10 +208,17 @@ class Engine:
 
         The client notices a pause and nothing else: its stream, its text so far and its stop rules come along.
         """
-        request_id = live.generation.request_id
-        if self._has_failed or not self._group.healthy or self._scheduler.refusal(request) is not None:
+        if (
+            self._has_failed
+            or self._is_leaving
+            or not self._group.healthy
+            or self._scheduler.refusal(request) is not None
+        ):
             return False
-        live.stream.belong_to(lambda: self._cancel(request_id))
+        if (stream := live.stream) is not None:
+            stream.belong_to(lambda: self._cancel(stream))
+        elif live.detached_until is not None:
+            heapq.heappush(self._detached, (live.detached_until, live.generation.request_id))
         self._enter(live, request)
         return True
 
@@ -183,6 +231,10 @@ class Engine:
     def knows(self, request_id: RequestId) -> bool:
         """Whether a request of that id is here."""
         return request_id in self._live
+
+    async def proves_ownership(self) -> bool:
+        """Ask a rank whether the group is still ours: what is not here is then nowhere in it."""
+        return not self._has_failed and await self._group.proves_ownership()
 
     def candidate(self, token_ids: Sequence[int], cache_namespace: bytes) -> Candidate:
         """Say what speaks for and against sending a request with these tokens here."""
@@ -272,12 +324,16 @@ class Engine:
             for request_id in self._scheduler.expired(now):
                 error = DeadlineExceeded("the deadline of the request passed")
                 self._finish(request_id, scheduled.FinishReason.DEADLINE, error)
-            plan = self._scheduler.schedule(now) or self._flush(now)
+            self._give_up_detached(now)
+            plan = None if self._is_leaving else self._scheduler.schedule(now)
+            plan = plan or self._flush(now)
             if plan is not None:
                 self._send(plan, now)
             if plan is not None or self._outputs:
                 await asyncio.sleep(0)  # the writers' turn: the device waits for the delta, no client for its text
             self._publish()
+            if self._is_leaving and not self._scheduler.num_outstanding:
+                self._has_left.set()
             if plan is None and not self._results:
                 await self._sleep_until(self._next_alarm())
 
@@ -336,7 +392,8 @@ class Engine:
             self._output_rate.add(now, num_tokens)
 
     def _next_alarm(self) -> float | None:
-        alarms = [at for at in (self._scheduler.next_deadline(), self._flush_at) if at is not None]
+        given_up_at = self._detached[0][0] if self._detached else None
+        alarms = [at for at in (self._scheduler.next_deadline(), self._flush_at, given_up_at) if at is not None]
         return min(alarms, default=None)
 
     async def _sleep_until(self, alarm: float | None) -> None:
@@ -349,10 +406,40 @@ class Engine:
 
     # How requests end
 
-    def _cancel(self, request_id: RequestId) -> None:
-        self._finish(request_id, scheduled.FinishReason.ABORT, Cancelled("the client went away"))
+    def _cancel(self, stream: GenerationStream) -> None:
+        """The consumer of a stream is gone: so is its request, unless another stream has it or may still come."""
+        request_id = stream.generation.request_id
+        live = self._live.get(request_id)
+        if live is None or live.stream is not stream:
+            return
+        grace_s = stream.generation.detach_grace_s
+        if grace_s and live.started_at is not None:  # before that no client knows its resume token
+            self._detach(live, grace_s)
+        else:
+            self._finish(request_id, scheduled.FinishReason.ABORT, Cancelled("the client went away"))
 
-    def _finish(self, request_id: RequestId, reason: scheduled.FinishReason, error: ManipleError | None) -> bool:
+    def _detach(self, live: LiveRequest, grace_s: float) -> None:
+        until = self.now() + grace_s
+        live.detach(until)
+        heapq.heappush(self._detached, (until, live.generation.request_id))
+        self._wake.set()
+
+    def _give_up_detached(self, now: float) -> None:
+        """End requests for which no stream came in time."""
+        while self._detached and self._detached[0][0] <= now:
+            until, request_id = heapq.heappop(self._detached)
+            live = self._live.get(request_id)
+            if live is not None and live.detached_until == until:
+                self._finish(request_id, scheduled.FinishReason.ABORT, None, frees_id=False)
+
+    def _finish(
+        self,
+        request_id: RequestId,
+        reason: scheduled.FinishReason,
+        error: ManipleError | None,
+        *,
+        frees_id: bool = True,
+    ) -> bool:
         """End a request early, with ``error`` or, without one, with finish reason abort."""
         live = self._live.get(request_id)
         if live is None:
@@ -360,7 +447,7 @@ class Engine:
         self._scheduler.finish(request_id, reason)
         if error is None:
             live.abort()
-            self._end(live, None, frees_id=True)
+            self._end(live, None, frees_id=frees_id)
         else:
             self._end(live, error, frees_id=live.started_at is None)
         self._wake.set()
@@ -371,7 +458,10 @@ class Engine:
         now = self.now()
         generation = live.generation
         del self._live[generation.request_id]
-        self._ids.add_finished(generation.request_id, now, is_free=frees_id)
+        # What a new owner holds is asked of it, and what never started its client cannot ask for.
+        is_told_here = live.started_at is not None and not isinstance(error, TakenOver)
+        tell = (lambda: live) if is_told_here else None
+        self._ids.add_finished(generation.request_id, now, is_free=frees_id, tell=tell)
         if error is None:
             live.close(now)
         else:
@@ -391,6 +481,51 @@ class Engine:
         )
         if not self._live:
             self._idle.set()
+
+    # Owners before and after us
+
+    def _adopt(self, snapshot: BatchSnapshot, resume_grace_s: float) -> None:
+        """Go on with the requests of another owner. Their clients come back, or they are given up."""
+        now = self.now()
+        self._encoder.adopt(snapshot)
+        batch = requests_of(snapshot, limit_of=self._scheduler.limit_of, tokenizer=self._tokenizer, now=now)
+        self._scheduler.adopt([one.adopted for one in batch.continued], snapshot.cached)
+        self._num_arrived = batch.last_arrival_number
+        for ended in batch.remembered:
+            self._ids.add_finished(ended.request_id, now - ended.age_s, is_free=ended.is_free, tell=ended.tell)
+        for live in (one.live for one in batch.continued):
+            self._live[live.generation.request_id] = live
+            self._idle.clear()
+            if live.is_over:
+                self._end(live, None)
+            else:
+                self._detach(live, resume_grace_s)
+
+    async def leave_to_next(self, *, timeout_s: float) -> bool:
+        """Hand the group over with all that runs in it; say whether every rank knows that it is free.
+
+        No step is planned any more; once the outstanding ones are answered and told to the clients, the lease is given
+        up, from the last rank to the first. Only then do clients learn where their requests are not any more.
+        """
+        self.close("handing over to another control plane")
+        self._is_leaving = True
+        self._wake.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_left.wait()
+        except TimeoutError:  # a step hangs: the next owner will see to it
+            log.warning("handover.in_midstep", step=self._scheduler.step - 1)
+        if self._has_failed:
+            return False
+        self._has_failed = True
+        is_free = await self._group.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_HANDOVER)
+        for live in list(self._live.values()):
+            if live.started_at is None:
+                self._end(live, NotReady("the control plane hands over to another"), frees_id=True)
+            else:
+                self._end(live, TakenOver("the control plane handed the group over"))
+        self._wake.set()
+        return is_free
 
     # What the group says
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from control_plane.group.settings import RankStatus
+from control_plane.live_request import LiveRequest
 from service_chassis.ids import RequestId
 
 # How long the id of a finished request stays taken (DESIGN 9): a proxy's retry must not run it again.
 REMEMBER_ID_S = 60.0
+# How many finished requests are kept whole meanwhile: as many as workers keep tombstones.
+MAX_RECORDS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +83,32 @@ class FleetStatus:
 
 
 class RequestIds:
-    """The ids of requests that finished less than a minute ago."""
+    """The requests that finished less than a minute ago: their ids, and what a client that resumes is told of them."""
 
     def __init__(self) -> None:
         self.num_finished = 0
         self._finished_at: OrderedDict[RequestId, float] = OrderedDict()  # oldest first
+        self._records: OrderedDict[RequestId, tuple[float, Callable[[], LiveRequest]]] = OrderedDict()
 
-    def add_finished(self, request_id: RequestId, now: float, *, is_free: bool) -> None:
-        """Note the end of a request; its id stays taken unless ``is_free``."""
+    def add_finished(
+        self, request_id: RequestId, now: float, *, is_free: bool, tell: Callable[[], LiveRequest] | None = None
+    ) -> None:
+        """Note the end of a request; its id stays taken unless ``is_free``. ``tell`` returns it as it ended."""
         self.num_finished += 1
         self._forget_old(now)
         if not is_free:
             self._finished_at[request_id] = now
+        if tell is not None:
+            self._records[request_id] = (now, tell)
+            self._records.move_to_end(request_id)
+            if len(self._records) > MAX_RECORDS:
+                self._records.popitem(last=False)
+
+    def record(self, request_id: RequestId, now: float) -> LiveRequest | None:
+        """Return a finished request."""
+        self._forget_old(now)
+        found = self._records.get(request_id)
+        return found[1]() if found is not None else None
 
     def is_recent(self, request_id: RequestId, now: float) -> bool:
         """Say whether the id is still taken by a finished request."""
@@ -102,8 +120,7 @@ class RequestIds:
         self._finished_at.pop(request_id, None)
 
     def _forget_old(self, now: float) -> None:
-        while self._finished_at:
-            request_id, at = next(iter(self._finished_at.items()))
-            if now - at < REMEMBER_ID_S:
-                return
-            del self._finished_at[request_id]
+        while self._finished_at and now - next(iter(self._finished_at.values())) >= REMEMBER_ID_S:
+            self._finished_at.popitem(last=False)
+        while self._records and now - next(iter(self._records.values()))[0] >= REMEMBER_ID_S:
+            self._records.popitem(last=False)

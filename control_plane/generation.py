@@ -86,11 +86,20 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """What a client that resumes already has of one sample."""
+
+    index: int
+    num_tokens: int = 0
+    num_text_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
     """The request entered its first delta."""
 
     request_id: RequestId
-    resume_token: str
+    resume_token: str = field(repr=False)  # a secret
     num_prompt_tokens: int
     num_cached_tokens: int
 

@@ -62,7 +62,7 @@ class GenerationStream:
             self._on_cancel()
 
     def belong_to(self, on_cancel: Callable[[], None]) -> None:
-        """Say whom to tell of a cancel from now on: the request went to another group."""
+        """Say whom to tell of a cancel from now on: where the request is."""
         self._on_cancel = on_cancel
 
     def __aiter__(self) -> GenerationStream:

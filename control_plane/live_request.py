@@ -1,42 +1,63 @@
-"""One admitted generation in the engine: its stream, the text side of its samples, and what the log says of it."""
+"""One admitted generation in the engine: its stream, the text side of its samples, and what the log says of it.
+
+All that a client was or will be told is kept until the request is forgotten, so that another stream can take it up at
+any point; one that nobody reads at the moment goes on without a stream.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from control_plane.generation import Done, FinishReason, Generation, SampleFinished, Started
+from control_plane.control_blob import ResumeRight, draw_resume_right
+from control_plane.generation import Cursor, Done, FinishReason, Generation, SampleFinished, Started
 from control_plane.generation_stream import GenerationStream
 from control_plane.text.detokenizer import Detokenizer
 from control_plane.text.tokenizer import Tokenizer
-from service_chassis.errors import ManipleError
+from service_chassis.errors import InvalidParameter, ManipleError, PermissionDenied, ResumeLost, Superseded
 
 
 @dataclass(slots=True)
 class LiveSample:
     """One sample. ``reason`` is set once, by whichever rule came first in its output."""
 
-    text: Detokenizer
-    num_output_tokens: int = 0
+    detokenizer: Detokenizer
+    token_ids: list[int] = field(default_factory=list)  # of its output, those that count
+    text: list[str] = field(default_factory=list)  # pieces, as they became certain
     reason: FinishReason | None = None
+    finished: SampleFinished | None = None  # what the client is told, where it ended well
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(slots=True)
 class LiveRequest:
-    """What the engine keeps of a request until its last event. Owned by the engine's loop."""
+    """What is kept of a request until it is forgotten. Owned by the engine's loop."""
 
     generation: Generation
-    stream: GenerationStream
+    stream: GenerationStream | None  # None: nobody reads
     arrived_at: float
+    right: ResumeRight
     samples: list[LiveSample] = field(default_factory=list)
     started_at: float | None = None  # entered its first delta
     first_token_at: float | None = None
     num_cached_tokens: int = 0
     num_losses: int = 0  # of groups that were computing it
+    detached_until: float | None = None  # without a stream: when nobody will come any more
+    last: Done | ManipleError | None = None  # the last event, once there is one
 
     @classmethod
-    def of(cls, generation: Generation, stream: GenerationStream, tokenizer: Tokenizer, now: float) -> LiveRequest:
-        """Take a generation in."""
+    def of(
+        cls,
+        generation: Generation,
+        stream: GenerationStream | None,
+        tokenizer: Tokenizer,
+        now: float,
+        right: ResumeRight | None = None,
+    ) -> LiveRequest:
+        """Take a generation in; ``right`` is drawn unless it was before."""
         samples = [
             LiveSample(
                 Detokenizer(
@@ -48,7 +69,7 @@ class LiveRequest:
             )
             for _ in range(generation.sampling.n)
         ]
-        return cls(generation, stream, now, samples)
+        return cls(generation, stream, now, right or draw_resume_right(generation.client_identity), samples)
 
     @property
     def is_over(self) -> bool:
@@ -63,14 +84,59 @@ class LiveRequest:
         """Tell the client that its request entered a delta."""
         self.started_at = now
         self.num_cached_tokens = num_cached_tokens
-        self.stream.put_started(
-            Started(
-                request_id=self.generation.request_id,
-                resume_token="",
-                num_prompt_tokens=len(self.generation.prompt_token_ids),
-                num_cached_tokens=num_cached_tokens,
-            )
+        if self.stream is not None:
+            self.stream.put_started(self._started())
+
+    def _started(self) -> Started:
+        return Started(
+            request_id=self.generation.request_id,
+            resume_token=self.right.token.hex(),
+            num_prompt_tokens=len(self.generation.prompt_token_ids),
+            num_cached_tokens=self.num_cached_tokens,
         )
+
+    def attach(self, stream: GenerationStream, cursors: Sequence[Cursor]) -> None:
+        """Let another stream go on after what its client has. The present one, if there is one, ends as superseded.
+
+        Raises:
+            InvalidParameter: a cursor that no client of this request can have.
+            ResumeLost: a cursor beyond what is known.
+        """
+        by_index = {cursor.index: cursor for cursor in cursors}
+        parts = [self._after(index, by_index.get(index, Cursor(index=index))) for index in range(len(self.samples))]
+        if any(index >= len(self.samples) for index in by_index):
+            raise InvalidParameter("cursors.index", max(by_index), f"must be below {len(self.samples)}")
+        if self.stream is not None:
+            self.stream.close(Superseded("a newer stream took the request over"))
+        self.stream, self.detached_until = stream, None
+        stream.put_started(self._started())
+        for index, (token_ids, text) in enumerate(parts):
+            if token_ids or text:
+                stream.put_tokens(index, token_ids, text)
+            finished = self.samples[index].finished
+            if finished is not None:
+                stream.put_finished(finished)
+        if self.last is not None:
+            stream.close(self.last)
+
+    def detach(self, until: float) -> None:
+        """Go on without a stream, until another one comes."""
+        self.stream, self.detached_until = None, until
+
+    def _after(self, index: int, cursor: Cursor) -> tuple[list[int], str]:
+        """Return ids and text of one sample behind a cursor."""
+        sample = self.samples[index]
+        raw = "".join(sample.text).encode()
+        if cursor.num_tokens > len(sample.token_ids) or cursor.num_text_bytes > len(raw):
+            wanted = f"{cursor.num_tokens} tokens and {cursor.num_text_bytes} bytes of text"
+            known = f"{len(sample.token_ids)} and {len(raw)}"
+            raise ResumeLost(f"sample {index}: the cursor is at {wanted}; what survived are {known}")
+        try:
+            text = raw[cursor.num_text_bytes :].decode()
+        except UnicodeDecodeError:
+            rule = "must lie between characters"
+            raise InvalidParameter("cursors.num_text_bytes", cursor.num_text_bytes, rule) from None
+        return sample.token_ids[cursor.num_tokens :], text
 
     def push(
         self,
@@ -98,14 +164,13 @@ class LiveRequest:
             self.first_token_at = now
         # The token that ends a sample is no part of its text, unless the client wants to see what stopped it.
         silent_end = finish is FinishReason.STOP and not self._shows_stop_token(matched_token_id)
-        piece = sample.text.push(token_ids[:-1] if silent_end else token_ids)
+        piece = sample.detokenizer.push(token_ids[:-1] if silent_end else token_ids)
         count = len(token_ids) if piece.matched_stop is None else piece.num_tokens
-        sample.num_output_tokens += count
         text = piece.text
         if finish is not None and piece.matched_stop is None:
-            text += sample.text.flush()
+            text += sample.detokenizer.flush()
         if count or text:
-            self.stream.put_tokens(index, list(token_ids[:count]), "" if self.generation.text.skip_text else text)
+            self._tell(index, list(token_ids[:count]), "" if self.generation.text.skip_text else text)
         if piece.matched_stop is not None:
             self._end(index, FinishReason.STOP, matched_stop=piece.matched_stop)
         elif finish is not None:
@@ -120,14 +185,18 @@ class LiveRequest:
         """End every sample that still runs with reason abort; its text so far is whole."""
         for index, sample in enumerate(self.samples):
             if sample.reason is None:
-                if (text := sample.text.flush()) and not self.generation.text.skip_text:
-                    self.stream.put_tokens(index, [], text)
-                self._end(index, FinishReason.ABORT)
+                self.abort_sample(index)
+
+    def abort_sample(self, index: int) -> None:
+        """End one sample that still runs with reason abort."""
+        if (text := self.samples[index].detokenizer.flush()) and not self.generation.text.skip_text:
+            self._tell(index, [], text)
+        self._end(index, FinishReason.ABORT)
 
     def close(self, now: float) -> None:
         """Put the last event of a stream whose samples all ended."""
         first = self.first_token_at if self.first_token_at is not None else now
-        self.stream.close(
+        self._close(
             Done(
                 num_prompt_tokens=len(self.generation.prompt_token_ids),
                 num_cached_tokens=self.num_cached_tokens,
@@ -141,7 +210,20 @@ class LiveRequest:
         """End the stream badly."""
         for sample in self.samples:
             sample.reason = sample.reason or FinishReason.ABORT
-        self.stream.close(error)
+        self._close(error)
+
+    def _tell(self, index: int, token_ids: list[int], text: str) -> None:
+        sample = self.samples[index]
+        sample.token_ids += token_ids
+        if text:
+            sample.text.append(text)
+        if self.stream is not None:
+            self.stream.put_tokens(index, token_ids, text)
+
+    def _close(self, last: Done | ManipleError) -> None:
+        self.last = last
+        if self.stream is not None:
+            self.stream.close(last)
 
     def _end(
         self, index: int, reason: FinishReason, *, matched_stop: str | None = None, matched_token_id: int | None = None
@@ -150,12 +232,26 @@ class LiveRequest:
         sample.reason = reason
         in_eos = matched_token_id in self.generation.sampling.eos_ids
         in_stop = matched_token_id in self.generation.sampling.stop_token_ids
-        self.stream.put_finished(
-            SampleFinished(
-                index=index,
-                reason=reason,
-                num_output_tokens=sample.num_output_tokens,
-                matched_stop=matched_stop,
-                matched_token_id=matched_token_id if in_stop or not in_eos else None,
-            )
+        sample.finished = SampleFinished(
+            index=index,
+            reason=reason,
+            num_output_tokens=sample.num_output_tokens,
+            matched_stop=matched_stop,
+            matched_token_id=matched_token_id if in_stop or not in_eos else None,
         )
+        if self.stream is not None:
+            self.stream.put_finished(sample.finished)
+
+
+def resumed_stream(live: LiveRequest, token: bytes, identity: str, cursors: Sequence[Cursor]) -> GenerationStream:
+    """Return a new stream of ``live`` that goes on after the cursors. Its cancel means nothing yet.
+
+    Raises:
+        PermissionDenied: the token is not this request's, or belongs to another caller.
+        InvalidParameter, ResumeLost: see ``attach``.
+    """
+    if not live.right.fits(token, identity):
+        raise PermissionDenied("resume_token does not give this caller the right to resume this request")
+    stream = GenerationStream(live.generation, lambda: None)
+    live.attach(stream, cursors)
+    return stream

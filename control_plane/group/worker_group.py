@@ -330,6 +330,20 @@ class WorkerGroup:
         taken = [await stream.goodbye(kind, timeout_s=_FAREWELL_S) for stream in reversed(self._tenure.streams)]
         return all(taken)
 
+    async def proves_ownership(self) -> bool:
+        """Ask the ranks, and say whether one answered just now that the epoch is still ours."""
+        if self._tenure is None or self._is_over or self._has_parted:
+            return False
+        epoch = self._tenure.epoch
+        for rank in self.executor.ranks:
+            try:
+                reply = await self.executor.call(rank, "Describe", worker_pb2.DescribeRequest(), timeout_s=_FAREWELL_S)
+            except (ManipleError, ConnectionError, TimeoutError):
+                continue
+            assert isinstance(reply, worker_pb2.DescribeResponse)
+            return reply.epoch == epoch
+        return False
+
     async def teardown(self, reason: str) -> None:
         """End the group and everything it started, once; every call returns when that is done."""
         await asyncio.shield(self._begin_teardown(reason))
