@@ -69,6 +69,8 @@ class WorkerConfig:
     is the rank."""
     device: str = setting("auto", topic=_TOPIC, read=read_text, rule=one_of("auto", "cpu", "cuda"))
     """auto, cpu or cuda. auto is resolved when the model loads: a scripted model needs no torch to ask."""
+    first_device: int = setting(0, topic=_TOPIC, read=read_whole, rule=at_least(0))
+    """Index of the device of rank 0; other ranks have the next ones. Groups on one machine begin at different ones."""
     num_threads: int = setting(0, topic=_TOPIC, read=read_whole, rule=at_least(0, at_most=1024))
     """CPU threads of one forward; 0 is all cores. Ranks that share a machine should share its cores."""
     parent_fd: int | None = setting(None, topic=_TOPIC, read=read_optional_whole, rule=_open_descriptor_rule)

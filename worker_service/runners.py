@@ -25,5 +25,9 @@ def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
     from worker_service.model_runner import TorchModelRunner
 
     return TorchModelRunner(
-        device=config.device, rank=config.rank, world_size=config.world_size, num_threads=config.num_threads
+        device=config.device,
+        rank=config.rank,
+        world_size=config.world_size,
+        first_device=config.first_device,
+        num_threads=config.num_threads,
     )

@@ -50,6 +50,7 @@ class UniprocExecutor(Executor):
         config = WorkerConfig(
             orphan_grace_s=0,  # it ends with this process, silence never ends it
             device=settings.device,
+            first_device=settings.first_device,
             num_threads=settings.num_threads,
             report_interval_s=settings.report_interval_s,
             idle_report_interval_s=settings.idle_report_interval_s,

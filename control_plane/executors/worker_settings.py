@@ -12,6 +12,7 @@ class WorkerSettings:
     """Settings of every rank that an executor starts. Meanings and defaults as in ``WorkerConfig`` of a worker."""
 
     device: str = "auto"
+    first_device: int = 0
     num_threads: int = 0
     report_interval_s: float = 0.1
     idle_report_interval_s: float = 1.0
@@ -30,6 +31,7 @@ class WorkerSettings:
             "rank": rank,
             "world-size": world_size,
             "device": self.device,
+            "first-device": self.first_device,
             "num-threads": self.num_threads,
             "report-interval-s": self.report_interval_s,
             "idle-report-interval-s": self.idle_report_interval_s,

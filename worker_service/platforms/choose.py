@@ -10,8 +10,8 @@ from worker_service.platforms.cpu import CpuPlatform
 from worker_service.platforms.cuda import CudaPlatform
 
 
-def choose_platform(device: str, *, rank: int, num_threads: int) -> Platform:
-    """Return the platform that ``device`` names; "auto" is a CUDA device where torch finds one.
+def choose_platform(device: str, *, index: int, num_threads: int) -> Platform:
+    """Return the platform that ``device`` names; "auto" is a CUDA device where torch finds one, the one with ``index``.
 
     Raises:
         InvalidParameter: it names none, or one that is not there.
@@ -21,5 +21,5 @@ def choose_platform(device: str, *, rank: int, num_threads: int) -> Platform:
     if device == "cpu":
         return CpuPlatform(num_threads)
     if device == "cuda":
-        return CudaPlatform(rank % max(1, torch.cuda.device_count()))
+        return CudaPlatform(index % max(1, torch.cuda.device_count()))
     raise InvalidParameter("device", device, "must be auto, cpu or cuda")
