@@ -207,3 +207,17 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.touch()
     assert model_faults(str(path)) == [("model", str(path), "is a file, but not a .gguf file")]
+
+
+def test_number_of_groups_follows_from_addresses_or_size_within_the_limit() -> None:
+    def groups(**values: object) -> int:
+        return ControlPlaneConfig(model="scripted", **values).num_groups  # type: ignore[arg-type]
+
+    assert groups() == 1
+    assert groups(data_parallel_size=3) == 3
+    three = (("a:1",), ("b:1",), ("c:1",))
+    assert groups(worker_addresses=three) == groups(worker_addresses=three, data_parallel_size=3) == 3
+    assert groups(worker_addresses=three, max_groups=2) == 2
+    assert groups(worker_addresses=three, max_groups=5) == 3
+    with pytest.raises(ConfigurationError, match="must be the number of groups in worker_addresses, 3"):
+        groups(worker_addresses=three, data_parallel_size=2)

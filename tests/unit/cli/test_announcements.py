@@ -6,15 +6,24 @@ import io
 
 import pytest
 
-from control_plane.announcement import Announcement, Ready, StageProgress, Stopping
-from control_plane.cli.announcements import PlainLines, display, from_json, ready_line, to_json
+from control_plane.announcement import Announcement, Lost, Ready, StageProgress, Stopping
+from control_plane.cli.announcements import PlainLines, display, from_json, lost_line, ready_line, stopping_line, to_json
 from service_chassis.ids import Rank
 
 READY = Ready("127.0.0.1:50051", "demo", 8192, 100, 16)
 
 
 @pytest.mark.parametrize(
-    "announcement", [StageProgress("load", Rank(0), 0.5, "layer 3"), READY, Stopping("SIGTERM", 2)]
+    "announcement",
+    [
+        StageProgress("load", Rank(0), 0.5, "layer 3"),
+        StageProgress("load", Rank(0), 0.5, group="1"),
+        READY,
+        Lost("rank 1 exited: killed by SIGKILL", 0.5, "1"),
+        Lost("rank 1 exited: killed by SIGKILL", None),
+        Stopping("SIGTERM", 2),
+        Stopping("Ctrl-C", 2, 30.0, "Ctrl-C"),
+    ],
 )
 def test_json_line_is_read_back(announcement: Announcement) -> None:
     line = to_json(announcement)
@@ -35,6 +44,26 @@ def test_plain_lines_say_each_stage_once_whatever_the_number_of_reports() -> Non
         show(StageProgress("load", Rank(1), percent / 100))
     show(StageProgress("warm up", Rank(0), 0.0))
     assert out.getvalue().splitlines() == ["load: layer 1", "load on rank 1", "warm up"]
+
+
+def test_stages_of_several_groups_are_told_apart() -> None:
+    out = io.StringIO()
+    show = PlainLines(out)
+    for _ in range(2):
+        show(StageProgress("load", Rank(0), 0.5, group="0"))
+        show(StageProgress("load", Rank(1), 0.5, group="1"))
+    assert out.getvalue().splitlines() == ["load on group 0", "load on rank 1 of group 1"]
+
+
+def test_loss_says_what_happens_now() -> None:
+    assert lost_line(Lost("rank 0 exited", 0.5)) == "Lost the workers: rank 0 exited; starting them anew in 0.5 s"
+    assert lost_line(Lost("rank 0 exited", None, "1")) == "Lost group 1: rank 0 exited; giving up"
+
+
+def test_stopping_says_whom_it_waits_for_and_how_to_hurry() -> None:
+    assert stopping_line(Stopping("SIGTERM", 0, 30.0, "SIGTERM")) == "Stopping: SIGTERM"
+    one = "Stopping: Ctrl-C; 1 request may still finish within 30 s; Ctrl-C again ends it now"
+    assert stopping_line(Stopping("Ctrl-C", 1, 30.0, "Ctrl-C")) == one
 
 
 def test_bars_on_a_terminal_end_in_the_ready_line() -> None:
