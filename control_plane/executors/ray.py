@@ -43,14 +43,24 @@ class RayExecutor(Executor):
         settings: WorkerSettings,
         address: str = "auto",
         orphan_grace_s: float = 60.0,
+        linger_s: float = 10.0,
     ) -> None:
-        """Prepare; ``name`` is the group's in the cluster, ``address`` the cluster's."""
+        """Prepare.
+
+        Args:
+            name: of the group in the cluster; who comes with the same finds the same ranks.
+            world_size: ranks.
+            settings: of every rank that is started.
+            address: of the cluster.
+            orphan_grace_s: how long ranks wait for the next control plane.
+            linger_s: how long the place of a rank that ended is kept for another.
+        """
         self.world_size = world_size
         self.allow_insecure_serialization = settings.allow_insecure_serialization
         self._name = name
         self._settings = settings
         self._address = address
-        self._orphan_grace_s = orphan_grace_s
+        self._terms = {"orphan_grace_s": orphan_grace_s, "linger_s": linger_s}
         self._exits = ExitBoard()
         self._place: Place | None = None
         self._reached: dict[Rank, GrpcRank] = {}
@@ -70,9 +80,9 @@ class RayExecutor(Executor):
                     find_or_make,
                     self._name,
                     self.world_size,
-                    self._settings,
-                    orphan_grace_s=self._orphan_grace_s,
+                    {"CPU": 1, "GPU": 1} if self._settings.device == "cuda" else {"CPU": 1},
                     timeout_s=0.9 * timeout_s,  # its own words say more than ours
+                    **self._terms,
                 )
                 if place.is_new:
                     self._ours.update(place.actors)
@@ -86,7 +96,7 @@ class RayExecutor(Executor):
 
     async def _start_rank(self, rank: Rank, actor: Any) -> None:
         try:
-            target, health_address, pid = await _reply(actor.start.remote())
+            target, health_address, pid = await _reply(actor.start.remote(self._settings))
         except Exception as error:  # what an actor raised comes as a class made for it
             raise RankCallError(rank, "start", _actor_failure(error), error=error) from error
         limit = self._settings.max_step_message_bytes

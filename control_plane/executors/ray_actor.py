@@ -19,21 +19,26 @@ from control_plane.executors.worker_settings import WorkerSettings
 from service_chassis.child_process import ChildProcess
 from service_chassis.ids import Rank
 
-# After its rank ended: long enough to be asked why and to be given another; then the place is free for others.
-_LINGER_S = 10.0
-
 
 class RankActor:
     """One rank. All methods run on the actor's one event loop."""
 
     def __init__(
-        self, settings: WorkerSettings, rank: Rank, world_size: int, orphan_grace_s: float, owns_place: bool
+        self, rank: Rank, world_size: int, *, orphan_grace_s: float, linger_s: float, owns_place: bool
     ) -> None:
-        """Take the place; ``owns_place``: the placement group was made for this group of ranks and ends with it."""
-        self._settings = settings
+        """Take the place.
+
+        Args:
+            rank: to be held.
+            world_size: of the group.
+            orphan_grace_s: of the rank.
+            linger_s: after the rank ended: long enough to be asked why and to be given another, then the place is free.
+            owns_place: the placement group was made for this group of ranks and ends with it.
+        """
         self._rank = rank
         self._world_size = world_size
         self._orphan_grace_s = orphan_grace_s
+        self._linger_s = linger_s
         self._owns_place = owns_place
         self._child: ChildProcess | None = None
         self._where = ("", "", 0)
@@ -44,8 +49,10 @@ class RankActor:
         """Return the placement group that ends with this group of ranks; None in somebody else's."""
         return get_current_placement_group() if self._owns_place else None
 
-    async def start(self) -> tuple[str, str, int]:
+    async def start(self, settings: WorkerSettings) -> tuple[str, str, int]:
         """Start the rank unless it runs; return its address, the health server's and its pid.
+
+        One that runs keeps the settings it was started with.
 
         Raises:
             RuntimeError: it ended before it listened; the text says how.
@@ -53,15 +60,15 @@ class RankActor:
         async with self._lock:
             if self._child is None or self._child.exit_code is not None:
                 self._close_lifeline()
-                await self._start()
+                await self._start(settings)
             return self._where
 
-    async def _start(self) -> None:
+    async def _start(self, settings: WorkerSettings) -> None:
         host = get_node_ip_address()
         watched_fd, self._lifeline_fd = os.pipe()
         heard_fd, said_fd = os.pipe()
         child = self._child = await ChildProcess.start(
-            self._settings.arguments(
+            settings.arguments(
                 self._rank,
                 self._world_size,
                 listen=f"{host}:0",
@@ -96,7 +103,7 @@ class RankActor:
             await self._child.end(grace_s=grace_s)
 
     def _on_exit(self, cause: str, log_tail: tuple[str, ...]) -> None:
-        asyncio.get_running_loop().call_later(_LINGER_S, self._leave)
+        asyncio.get_running_loop().call_later(self._linger_s, self._leave)
 
     def _leave(self) -> None:
         """Give the place back, which ends this process; with a place of its own, the whole group's."""

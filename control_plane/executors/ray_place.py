@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from control_plane.executors.ray_surroundings import in_placement_group
-from control_plane.executors.worker_settings import WorkerSettings
 from service_chassis.ids import Rank
 from service_chassis.telemetry import get_logger
 
@@ -16,6 +15,8 @@ log = get_logger()
 
 NAMESPACE = "maniple"
 _RETRY_S = 0.2
+# So long some actors of a group may be there and others not, before what is there counts as left over.
+_SETTLING_S = 2.0
 
 
 class NoPlace(Exception):
@@ -45,28 +46,37 @@ def connect(address: str) -> None:
         raise NoPlace(f"there is no Ray cluster at {address!r}: {first}") from error
 
 
-def find_or_make(
-    name: str, world_size: int, settings: WorkerSettings, *, orphan_grace_s: float, timeout_s: float
-) -> Place:
+def find_or_make(name: str, world_size: int, bundle: Mapping[str, float], *, timeout_s: float, **terms: float) -> Place:
     """Return the actors called ``name``: those of an earlier control plane, or new ones.
 
     They are detached: they live on when whoever made them ends, and the next finds them by name. What is left of a
     group that fell apart is ended first.
 
+    Args:
+        name: of the group.
+        world_size: its ranks.
+        bundle: what each needs, as Ray counts it.
+        timeout_s: for all of it.
+        terms: of new actors; see ``RankActor``.
+
     Raises:
         NoPlace: the cluster has no room for all of them within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
+    settled_at = time.monotonic() + _SETTLING_S
     ranks = [Rank(index) for index in range(world_size)]
     while True:
         found = {rank: actor for rank in ranks if (actor := _actor(name, rank)) is not None}
         places, all_live = _ask_places(found, max(deadline - time.monotonic(), 0.0))
         if all_live and len(found) == world_size:
             return Place(found, places[0], is_new=False)
+        if found and all_live and time.monotonic() < settled_at:  # somebody may be making them at this moment
+            time.sleep(_RETRY_S)
+            continue
         give_back(found.values(), places)
-        place = _make_placement_group(world_size, settings, max(deadline - time.monotonic(), 0.0))
+        place = _make_placement_group(world_size, bundle, max(deadline - time.monotonic(), 0.0))
         try:
-            return Place(_make_actors(name, ranks, settings, orphan_grace_s, place), place, is_new=True)
+            return Place(_make_actors(name, ranks, bundle, place, terms), place, is_new=True)
         except ValueError:  # a name is taken: another control plane was faster, or one that was killed is not gone yet
             give_back((), [place])
             if time.monotonic() > deadline:
@@ -118,21 +128,16 @@ def give_back(actors: Iterable[Any], places: Iterable[Any]) -> None:
             ray.util.remove_placement_group(place)
 
 
-def _bundle(settings: WorkerSettings) -> dict[str, float]:
-    return {"CPU": 1, "GPU": 1} if settings.device == "cuda" else {"CPU": 1}
-
-
-def _make_placement_group(world_size: int, settings: WorkerSettings, timeout_s: float) -> Any:
+def _make_placement_group(world_size: int, bundle: Mapping[str, float], timeout_s: float) -> Any:
     """Reserve a bundle for every rank, on one host where one is large enough; None inside somebody else's."""
     import ray
 
     if in_placement_group():
         return None
-    bundle = _bundle(settings)
     kind = "GPU" if "GPU" in bundle else "CPU"
     fits_one_host = any(node["Alive"] and node["Resources"].get(kind, 0) >= world_size for node in ray.nodes())
     strategy = "STRICT_PACK" if fits_one_host else "PACK"
-    place = ray.util.placement_group([bundle] * world_size, strategy=strategy, lifetime="detached")
+    place = ray.util.placement_group([dict(bundle)] * world_size, strategy=strategy, lifetime="detached")
     if not place.wait(timeout_s):
         give_back((), [place])
         have = ray.available_resources().get(kind, 0)
@@ -141,14 +146,13 @@ def _make_placement_group(world_size: int, settings: WorkerSettings, timeout_s: 
 
 
 def _make_actors(
-    name: str, ranks: list[Rank], settings: WorkerSettings, orphan_grace_s: float, place: Any
+    name: str, ranks: list[Rank], bundle: Mapping[str, float], place: Any, terms: Mapping[str, float]
 ) -> dict[Rank, Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from control_plane.executors.ray_actor import RankActor
 
-    bundle = _bundle(settings)
     actors: dict[Rank, Any] = {}
     for rank in ranks:
         strategy = PlacementGroupSchedulingStrategy(
@@ -165,6 +169,6 @@ def _make_actors(
             max_concurrency=100,
             scheduling_strategy=strategy,
         )
-        actors[rank] = made.remote(settings, rank, len(ranks), orphan_grace_s, place is not None)
+        actors[rank] = made.remote(rank, len(ranks), owns_place=place is not None, **terms)
         log.info("rank.placed", rank=rank, actor=_actor_name(name, rank))
     return actors

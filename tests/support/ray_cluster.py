@@ -1,4 +1,4 @@
-"""A Ray cluster of two CPUs on this machine, for as long as a test session needs it."""
+"""A small Ray cluster on this machine, for as long as a test session needs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-CLUSTER_CPUS = 2
+CLUSTER_CPUS = 3  # to Ray a number; a group of two ranks and one of one fit at the same time
 
 
 @contextmanager

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from control_plane.executors.worker_settings import WorkerSettings
+from service_chassis.ids import Rank
+from support.faults import WORKER
 
 
 def free_ports(count: int, *, consecutive: bool = False) -> list[int]:
@@ -33,55 +34,46 @@ def free_ports(count: int, *, consecutive: bool = False) -> list[int]:
 class RemoteRanks:
     """Rank processes, by rank, and where each listens."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], settings: WorkerSettings) -> None:
         self.addresses = tuple(addresses)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._settings = settings
 
-    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
-        self.processes[rank].send_signal(number)
-
-    def start(self, rank: int, *flags: str) -> None:
-        """Start one rank anew at its address."""
+    def start(self, rank: int, *, rank_said: int | None = None, world_size: int = 0) -> None:
+        """Start one rank (again) at its address; it may be told that it is another."""
         address = self.addresses[rank]
         health = f"{address}-health" if address.startswith("unix:") else "127.0.0.1:0"
-        words = [
-            *(sys.executable, "-m", "worker_service", "--listen", address, "--health-listen", health),
-            *("--rank", str(rank), "--world-size", str(len(self.addresses)), "--device", "cpu"),
-            *("--log-level", "warning", "--report-interval-s", "0.05", "--idle-report-interval-s", "0.1", *flags),
-        ]
-        process = subprocess.Popen(words, start_new_session=True)
-        self.processes[rank : rank + 1] = [process]
+        words = self._settings.arguments(
+            Rank(rank if rank_said is None else rank_said),
+            world_size or len(self.addresses),
+            listen=address,
+            health_listen=health,
+            orphan_grace_s=60,
+        )
+        self.processes[rank] = subprocess.Popen([sys.executable, *words], start_new_session=True)
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+        self.processes[rank].wait(10)
 
     def end(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait(10)
+        for rank in self.processes:
+            self.kill(rank)
 
 
 @contextmanager
-def remote_ranks(world_size: int = 1, *flags: str, directory: Path | None = None) -> Iterator[RemoteRanks]:
+def remote_ranks(
+    world_size: int = 1, settings: WorkerSettings = WORKER, *, directory: Path | None = None, start: bool = True
+) -> Iterator[RemoteRanks]:
     """Start ``world_size`` workers, on Unix sockets in ``directory`` or on TCP ports; end them afterwards."""
     if directory is not None:
         addresses = [f"unix:{directory}/r{rank}.sock" for rank in range(world_size)]
     else:
         addresses = [f"127.0.0.1:{port}" for port in free_ports(world_size)]
-    ranks = RemoteRanks(addresses)
+    ranks = RemoteRanks(addresses, settings)
     try:
-        for rank in range(world_size):
-            ranks.start(rank, *flags)
+        for rank in range(world_size if start else 0):
+            ranks.start(rank)
         yield ranks
     finally:
         ranks.end()
-
-
-def wait_for_exit(pid: int, within_s: float) -> None:
-    """Wait until a process that is no child of ours has ended."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"process {pid} lives after {within_s} s")
