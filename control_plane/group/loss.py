@@ -14,6 +14,7 @@ class LossKind(Enum):
 
     LOST = "lost"  # a rank is gone, stuck or wrong
     FENCED = "fenced"  # another owner holds the epoch: touch nothing
+    UNPROVEN = "unproven"  # no rank could say whether we still hold it: another owner may go on with the requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +34,4 @@ class GroupNotFormed(Exception):
         super().__init__(loss.reason)
         self.loss = loss
         self.survivors = survivors
+        self.were_dismissed = False  # the ranks were told to leave, and whoever runs them starts them anew

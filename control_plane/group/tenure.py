@@ -281,6 +281,12 @@ class Tenure:
         """Whether the rank's process is known to have ended."""
         return bool(self._reports.state.ranks[rank].exited)
 
+    def living(self) -> dict[Rank, str]:
+        """Return the incarnations of the ranks that are not known to have ended."""
+        return {
+            rank: incarnation for rank, incarnation in self._reports.incarnations.items() if not self.has_exited(rank)
+        }
+
     def ranks(self) -> list[RankStatus]:
         """Return what is known of each rank."""
         now = self._clock()
