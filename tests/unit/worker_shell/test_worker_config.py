@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from service_chassis.errors import ConfigurationError
-from worker_service.config import WorkerConfig, read_config
+from worker_service.config import WorkerConfig, command_line, read_config
+from worker_service.supervisor import rank_config
 
 
 def test_flag_goes_over_environment_over_default() -> None:
@@ -25,3 +26,73 @@ def test_both_servers_on_one_address_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="must differ from listen"):
         read_config(["--listen", "127.0.0.1:7000", "--health-listen", "127.0.0.1:7000"], {})
     read_config(["--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0"], {})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", ("127.0.0.1:50061", "127.0.0.1:50062", 0, 1)),
+        ("--listen 0.0.0.0:0", ("0.0.0.0:0", "0.0.0.0:0", 0, 1)),
+        ("--listen unix:/run/w.sock", ("unix:/run/w.sock", "unix:/run/w.sock-health", 0, 1)),
+        ("--listen [::]:7 --tensor-parallel-size 4", ("[::]:7", "[::]:11", 0, 4)),
+        ("--listen a:7 --health-listen a:90 --tensor-parallel-size 4", ("a:7", "a:90", 0, 4)),
+        ("--tensor-parallel-size 4 --rank 4 --world-size 8", ("127.0.0.1:50061", "127.0.0.1:50065", 4, 8)),
+    ],
+)
+def test_what_follows_from_other_values_is_filled_in(words: str, expected: tuple[str, str, int, int]) -> None:
+    config = read_config(words.split(), {})
+    assert (config.listen, config.health_listen, config.rank, config.world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "rule"),
+    [
+        ("--tensor-parallel-size 2 --listen unix:/w", "listen", "for several ranks"),
+        ("--tensor-parallel-size 2 --listen a:0", "listen", "for several ranks"),
+        ("--tensor-parallel-size 2 --world-size 1", "rank", "with 1 more behind it, must be below world_size"),
+        ("--tensor-parallel-size 4 --world-size 6 --rank 4", "rank", "with 3 more behind it"),
+        ("--tensor-parallel-size 0", "tensor_parallel_size", "must be at least 1"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(words: str, field: str, rule: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(words.split(), {})
+    assert [fault[2] for fault in caught.value.faults if fault[0] == field and rule in fault[2]]
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_torchrun_says_which_rank_and_the_port_follows_from_the_place_on_the_machine() -> None:
+    config = read_config(["--listen", "0.0.0.0:7000"], TORCHRUN)
+    assert (config.rank, config.world_size) == (5, 8)
+    assert (config.listen, config.health_listen) == ("0.0.0.0:7001", "0.0.0.0:7005")
+
+
+def test_torchrun_comes_before_defaults_and_after_everything_else() -> None:
+    config = read_config(["--world-size", "16"], TORCHRUN | {"MANIPLE_RANK": "9"})
+    assert (config.rank, config.world_size) == (9, 16)
+    with pytest.raises(ConfigurationError, match="torchrun, which starts a process for every rank"):
+        read_config(["--tensor-parallel-size", "2"], TORCHRUN)
+    with pytest.raises(ConfigurationError, match="WORLD_SIZE='many': must be a whole number"):
+        read_config([], TORCHRUN | {"WORLD_SIZE": "many"})
+    # The same names mean nothing without it: other launchers and shells use them too.
+    assert read_config([], {"RANK": "5", "WORLD_SIZE": "8"}).rank == 0
+
+
+def test_command_line_gives_the_same_configuration_to_another_process() -> None:
+    config = read_config(
+        ["--listen", "a:7", "--device", "cpu", "--tensor-parallel-size", "3", "--allow-insecure-serialization"], {}
+    )
+    assert config.allow_insecure_serialization
+    one = rank_config(config, 2)
+    assert (one.rank, one.listen, one.health_listen, one.tensor_parallel_size) == (2, "a:9", "a:12", 1)
+    assert read_config(command_line(one), {}) == one
