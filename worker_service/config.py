@@ -72,7 +72,7 @@ class WorkerConfig:
     first_device: int = setting(0, topic=_TOPIC, read=read_whole, rule=at_least(0))
     """Index of the device of rank 0; other ranks have the next ones. Groups on one machine begin at different ones."""
     num_threads: int = setting(0, topic=_TOPIC, read=read_whole, rule=at_least(0, at_most=1024))
-    """CPU threads of one forward; 0 is all cores. Ranks that share a machine should share its cores."""
+    """CPU threads of one forward; 0 is all cores, shared with the ranks of the group that may use the same ones."""
     parent_fd: int | None = setting(None, topic=_TOPIC, read=read_optional_whole, rule=_open_descriptor_rule)
     """Read end of a pipe that closes when the parent dies; this process then ends at once. Unset: no parent."""
     report_interval_s: float = setting(0.1, topic=_TOPIC, read=read_number, rule=at_least(0.01, at_most=60))
