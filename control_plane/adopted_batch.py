@@ -67,6 +67,27 @@ class Continued:
     adopted: AdoptedRequest
     arrival_number: int
 
+    def readmitted(self) -> scheduled.Request:
+        """Return the request for a group that knows nothing of it; ``live`` is not over."""
+        before = self.adopted.request
+        return scheduled.Request(
+            request_id=before.request_id,
+            prompt_token_ids=before.prompt_token_ids,
+            max_tokens=before.max_tokens,
+            min_tokens=before.min_tokens,
+            stop_ids=before.stop_ids,
+            n=before.n,
+            priority=before.priority,
+            arrival=before.arrival,
+            deadline=before.deadline,
+            cache_namespace=before.cache_namespace,
+            skip_reading_prefix_cache=before.skip_reading_prefix_cache,
+            payload=before.payload,
+            outputs=tuple(
+                None if sample.reason is not None else tuple(sample.token_ids) for sample in self.live.samples
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Remembered:

@@ -16,6 +16,7 @@ from control_plane.executors.remote import RemoteExecutor
 from control_plane.executors.selection import MP, RAY, REMOTE, UNI
 from control_plane.executors.uniproc import UniprocExecutor
 from control_plane.executors.worker_settings import WorkerSettings
+from control_plane.group.batch_snapshot import BatchSnapshot
 from control_plane.group.recorded_group import RecordedGroup
 from control_plane.group.settings import GroupFacts, GroupSettings
 from control_plane.group.worker_group import WorkerGroup
@@ -80,8 +81,11 @@ def build_engine(
     facts: GroupFacts,
     tokenizer: Tokenizer,
     ids: RequestIds | None = None,
+    *,
+    adopted: BatchSnapshot | None = None,
+    survivors: BatchSnapshot | None = None,
 ) -> Engine:
-    """Return an engine with an empty batch for a group that was just formed; ``ids`` as for ``Engine``."""
+    """Return an engine for a group that lives; ``ids``, ``adopted`` and ``survivors`` as for ``Engine``."""
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=facts.max_num_seqs,
@@ -114,6 +118,9 @@ def build_engine(
         limits=limits,
         model=config.served_model_name[0],
         ids=ids,
+        adopted=adopted,
+        survivors=survivors,
+        resume_grace_s=config.resume_grace_s,
     )
 
 

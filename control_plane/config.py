@@ -111,6 +111,13 @@ class ControlPlaneConfig:
     drain_timeout_s: float = setting(30.0, topic=SERVER, read=read_number, rule=at_least(0), metavar="SECONDS")
     """How long SIGTERM lets requests finish before they end with reason abort. Keep it below the pod's grace."""
 
+    handover: bool = setting(False, topic=SERVER, read=read_switch)
+    """On SIGTERM leave the workers, and the requests that run on them, to the next control plane at once: clients
+    resume there. Without it running requests are finished first. Only with workers that run elsewhere."""
+
+    resume_grace_s: float = setting(30.0, topic=SERVER, read=read_number, rule=above(0), metavar="SECONDS")
+    """How long a request that was taken over from another control plane waits for its client to resume."""
+
     max_num_seqs: int = setting(0, topic=BATCH, read=read_whole, rule=at_least(0, at_most=65536), metavar="ROWS")
     """Rows in the batch: samples computed together. 0: 256 on a GPU, 64 on a CPU, where more rows add little
     throughput and much latency."""

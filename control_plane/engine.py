@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import structlog
 
-from control_plane.adopted_batch import requests_of
+from control_plane.adopted_batch import BatchOfRequests, requests_of
 from control_plane.control_blob import write_blob
 from control_plane.deltas import DeltaEncoder, row_payload, step_tokens
 from control_plane.engine_status import EngineLimits, EngineStatus, RequestIds
@@ -78,6 +78,7 @@ class Engine:
         model: str,
         ids: RequestIds | None = None,
         adopted: BatchSnapshot | None = None,
+        survivors: BatchSnapshot | None = None,
         resume_grace_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,6 +92,7 @@ class Engine:
             model: its name, for people.
             ids: those of the control plane, where it has other engines beside this one or had one before.
             adopted: the batch that another owner left running in the group.
+            survivors: what was left of another owner's batch when its group was lost, to be computed anew here.
             resume_grace_s: how long an adopted request waits for its client.
             clock: of deadlines.
 
@@ -131,6 +133,8 @@ class Engine:
         group.on_health = lambda healthy, reason: self._tell_readiness()
         if adopted is not None:
             self._adopt(adopted, resume_grace_s)
+        elif survivors is not None:
+            self._readmit(survivors, resume_grace_s)
 
     # What doors call
 
@@ -488,18 +492,37 @@ class Engine:
         """Go on with the requests of another owner. Their clients come back, or they are given up."""
         now = self.now()
         self._encoder.adopt(snapshot)
-        batch = requests_of(snapshot, limit_of=self._scheduler.limit_of, tokenizer=self._tokenizer, now=now)
+        batch = self._remember(snapshot, now)
         self._scheduler.adopt([one.adopted for one in batch.continued], snapshot.cached)
+        for one in batch.continued:
+            self._wait_for_client(one.live, resume_grace_s)
+
+    def _readmit(self, snapshot: BatchSnapshot, resume_grace_s: float) -> None:
+        """Compute anew what was lost with its group before it could be adopted. What clients were told stays told."""
+        for one in self._remember(snapshot, self.now()).continued:
+            self._wait_for_client(one.live, resume_grace_s)
+            if one.live.is_over:
+                continue
+            request = one.readmitted()
+            if self._scheduler.refusal(request) is None:
+                self._scheduler.add(request)
+            else:
+                self._end(one.live, GroupLost("the group was lost, and the request does not fit the new one"))
+
+    def _remember(self, snapshot: BatchSnapshot, now: float) -> BatchOfRequests:
+        batch = requests_of(snapshot, limit_of=self._scheduler.limit_of, tokenizer=self._tokenizer, now=now)
         self._num_arrived = batch.last_arrival_number
         for ended in batch.remembered:
             self._ids.add_finished(ended.request_id, now - ended.age_s, is_free=ended.is_free, tell=ended.tell)
-        for live in (one.live for one in batch.continued):
-            self._live[live.generation.request_id] = live
-            self._idle.clear()
-            if live.is_over:
-                self._end(live, None)
-            else:
-                self._detach(live, resume_grace_s)
+        return batch
+
+    def _wait_for_client(self, live: LiveRequest, grace_s: float) -> None:
+        self._live[live.generation.request_id] = live
+        self._idle.clear()
+        if live.is_over:
+            self._end(live, None)
+        else:
+            self._detach(live, grace_s)
 
     async def leave_to_next(self, *, timeout_s: float) -> bool:
         """Hand the group over with all that runs in it; say whether every rank knows that it is free.
@@ -564,6 +587,8 @@ class Engine:
                 )
             elif is_fenced:
                 error = TakenOver(f"another control plane holds the group: {loss.reason}")
+            elif loss.kind is LossKind.UNPROVEN:
+                error = TakenOver(f"another control plane may hold the group: {loss.reason}")
             else:
                 error = GroupLost(f"the group was lost: {loss.reason}")
             # What a lost group held may be sent again under its id; what a new owner holds may not.

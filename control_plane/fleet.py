@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from control_plane.engine import Engine
 from control_plane.engine_status import EngineLimits, FleetStatus, GroupView, RequestIds
-from control_plane.generation import Generation
+from control_plane.generation import Cursor, Generation
 from control_plane.generation_stream import GenerationStream
-from control_plane.live_request import LiveRequest
+from control_plane.live_request import LiveRequest, resumed_stream
 from control_plane.routing import choose_group
 from control_plane.scheduling.request import Request
-from service_chassis.errors import DuplicateRequest, NotReady
+from service_chassis.errors import DuplicateRequest, NotReady, UnknownRequest
 from service_chassis.ids import RequestId
 
 log = structlog.get_logger(__name__)
 
-FORMING, READY, DRAINING, LOST = "forming", "ready", "draining", "lost"  # states of a group, as in admin.proto
+# States of a group, as in admin.proto.
+FORMING, HELD, READY, DRAINING, LOST = "forming", "held", "ready", "draining", "lost"
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class _Place:
     engine: Engine | None = None
     state: str = FORMING  # while there is no engine
     reason: str = ""
+    owner_address: str = ""  # where another control plane that has the group answers clients
 
 
 class Fleet:
@@ -58,7 +60,8 @@ class Fleet:
 
     def take(self, engine: Engine, name: str = "0") -> None:
         """Seat the engine of a group; readiness is its own from now on."""
-        self._places.setdefault(name, _Place()).engine = engine
+        place = self._places.setdefault(name, _Place())
+        place.engine, place.owner_address = engine, ""
         engine.hand_over = lambda live, request: self._hand_over(engine, live, request)
         if self._closed_reason:
             engine.close(self._closed_reason)
@@ -77,7 +80,13 @@ class Fleet:
     def report(self, reason: str, name: str = "0") -> None:
         """Say what is being waited for while a group has no engine."""
         place = self._places.setdefault(name, _Place())
-        place.state, place.reason = FORMING, reason
+        place.state, place.reason, place.owner_address = FORMING, reason, ""
+
+    def hold(self, reason: str, name: str, owner_address: str) -> None:
+        """Say that another control plane has a group."""
+        place = self._places.setdefault(name, _Place())
+        place.state, place.reason, place.owner_address = HELD, reason, owner_address
+        self._tell(None)
 
     # What doors ask
 
@@ -111,7 +120,7 @@ class Fleet:
         """Admit a request to the group that suits it best. Raises as ``Engine.generate`` does."""
         ready = [engine for engine in self._engines() if engine.ready]
         if not ready:
-            raise NotReady(f"not accepting requests: {self.not_ready_reason}")
+            raise self._not_ready()
         request_id = generation.request_id
         if len(self._places) > 1 and any(engine.knows(request_id) for engine in self._engines()):
             raise DuplicateRequest(f"request_id={request_id!r}: is running")
@@ -123,6 +132,31 @@ class Fleet:
             engine = ready[choice.chosen]
             log.debug("request.routed", request_id=request_id, group=self._name_of(engine), reason=choice.reason)
         return await engine.generate(generation)
+
+    async def resume(
+        self, request_id: RequestId, token: bytes, identity: str, cursors: Sequence[Cursor]
+    ) -> GenerationStream:
+        """Return another stream of a request, after the cursors. The one before it ends, and its cancel means nothing.
+
+        Raises:
+            PermissionDenied: this caller has no right to it.
+            InvalidParameter, ResumeLost: the cursors do not fit.
+            UnknownRequest: proven: for every group a rank said just now that it is ours, and none knows the request.
+            NotReady: not known here, and not proven; another control plane may know.
+        """
+        for engine in self._engines():
+            if engine.knows(request_id):
+                return engine.resume(request_id, token, identity, cursors)
+        ended = self.ids.record(request_id, self.now())
+        if ended is not None:
+            return resumed_stream(ended, token, identity, cursors)
+        engines = self._engines()
+        proofs = await asyncio.gather(*(engine.proves_ownership() for engine in engines))
+        if any(engine.knows(request_id) for engine in self._engines()):  # meanwhile
+            return await self.resume(request_id, token, identity, cursors)
+        if len(engines) == len(self._places) and all(proofs):
+            raise UnknownRequest(f"request_id={request_id!r}: is not running and did not end lately")
+        raise self._not_ready()
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request wherever it is; its id is free at once. False: it was not running."""
@@ -189,8 +223,14 @@ class Fleet:
     def _some_engines(self) -> list[Engine]:
         engines = self._engines()
         if not engines:
-            raise NotReady(f"not accepting requests: {self.not_ready_reason}")
+            raise self._not_ready()
         return engines
+
+    def _not_ready(self) -> NotReady:
+        """Return the refusal of a request that provably did not start, with where else to go, if that is known."""
+        where = next((place.owner_address for place in self._places.values() if place.owner_address), "")
+        metadata = {"owner_address": where} if where else {}
+        return NotReady(f"not accepting requests: {self.not_ready_reason}", metadata=metadata)
 
     def _name_of(self, engine: Engine) -> str:
         return next((name for name, place in self._all() if place.engine is engine), "")

@@ -1,4 +1,4 @@
-"""Keep one group alive: form it, run its engine, see it lost, form it anew, or give up."""
+"""Keep one group alive: form it or take it over, run its engine, see it lost, form it anew, or give up."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from enum import Enum
 from control_plane.engine import Engine
 from control_plane.fleet import LOST, Fleet
 from control_plane.group.backoff import Backoff
+from control_plane.group.batch_snapshot import BatchSnapshot, SnapshotUnreadable
 from control_plane.group.formation import ProgressCallback
 from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
 from control_plane.group.settings import GroupFacts
+from control_plane.group.takeover import Adopted
 from control_plane.group.worker_group import WorkerGroup
 from service_chassis.errors import ManipleError
 from service_chassis.ids import Rank
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
+
+# Ranks that were told to leave need a moment to be gone, and a group that went to another owner is not in a hurry.
+_READOPT_S = 0.2
 
 
 class OnGroupLoss(Enum):
@@ -37,7 +42,7 @@ class GroupKeeper:
         *,
         fleet: Fleet,
         make_group: Callable[[], WorkerGroup],
-        make_engine: Callable[[WorkerGroup, GroupFacts], Engine],
+        make_engine: Callable[[WorkerGroup, Adopted, BatchSnapshot | None], Engine],
         on_group_loss: OnGroupLoss,
         backoff: Backoff,
         progress: ProgressCallback,
@@ -51,7 +56,8 @@ class GroupKeeper:
             name: of the group, for people.
             fleet: is told of every engine.
             make_group: returns a group not yet formed.
-            make_engine: returns an engine with an empty batch for a group that was just formed.
+            make_engine: returns an engine for a group that lives now, with the batch that it runs, if it was taken
+                over, or else with what survived of the batch before.
             on_group_loss: the policy.
             backoff: of this group alone.
             progress: told of every stage of every formation.
@@ -75,18 +81,26 @@ class GroupKeeper:
         self._loop: asyncio.Task[None] | None = None
         self._loss: LossReason | None = None
         self._lost = asyncio.Event()
+        self._survivors: BatchSnapshot | None = None  # of a batch that could not be taken over
 
     async def start(self) -> GroupFacts:
-        """Form the group and seat its engine.
+        """Form the group, or take it over, and seat its engine.
 
         Raises:
             GroupNotFormed, InvalidParameter: as ``WorkerGroup.form``; nothing is left of the attempt.
         """
         self._loss = None
         self._lost.clear()
-        self._group = self._make_group()
-        facts = await self._group.form(self._report_stage)
-        self._engine = self._make_engine(self._group, facts)
+        adopted = await self._get_group()
+        assert self._group is not None
+        facts = adopted.facts
+        try:
+            self._engine = self._make_engine(self._group, adopted, self._survivors)
+        except SnapshotUnreadable as error:
+            # Rare and bad enough to begin again from nothing.
+            await self._group.teardown(str(error))
+            raise GroupNotFormed(LossReason(None, str(error))) from error
+        self._survivors = None
         self._engine.on_lost = self._on_engine_lost
         self._loop = asyncio.create_task(self._engine.run(), name=f"engine-{self.name}")
         self._loop.add_done_callback(self._on_loop_done)
@@ -101,6 +115,30 @@ class GroupKeeper:
         )
         return facts
 
+    async def _get_group(self) -> Adopted:
+        """Form a group; where ranks outlive their owners, wait until it is free, and take over what it runs."""
+        while True:
+            group = self._group = self._make_group()
+            if not group.executor.outlives_owner:
+                return Adopted(facts=await group.form(self._report_stage), snapshot=None)
+            try:
+                return await group.adopt(self._report_stage, on_held=self._on_held)
+            except GroupNotFormed as error:
+                self._survivors = error.survivors or self._survivors
+                if error.loss.kind is not LossKind.FENCED and not error.were_dismissed:
+                    raise
+                log.warning("group.not_adopted", group=self.name, reason=error.loss.reason)
+                await asyncio.sleep(_READOPT_S)
+
+    def _on_held(self, reason: str, owner_address: str) -> None:
+        self._fleet.hold(reason, self.name, owner_address)
+        self._progress("wait", Rank(0), 0.0, reason)
+
+    async def hand_over(self, *, timeout_s: float) -> None:
+        """Leave the group, and what runs in it, to the next owner. ``run`` must not be under way any more."""
+        if self._engine is not None and self._group is not None and self._group.executor.outlives_owner:
+            await self._engine.leave_to_next(timeout_s=timeout_s)
+
     async def run(self) -> LossReason:
         """Keep the started group alive; return the last loss when that is given up."""
         while True:
@@ -108,7 +146,6 @@ class GroupKeeper:
             assert self._loss is not None
             loss = self._loss
             await self._end_life(loss.reason)
-            # A group that has another owner is not ours to form.
             while (delay_s := self._next_delay_s(loss)) is not None:
                 log.warning("group.lost", group=self.name, reason=loss.reason, retry_in_s=delay_s)
                 self._on_lost(loss.reason, delay_s)
@@ -131,7 +168,10 @@ class GroupKeeper:
         await self._end_life(reason)
 
     def _next_delay_s(self, loss: LossReason) -> float | None:
-        if self._on_group_loss is OnGroupLoss.EXIT or loss.kind is LossKind.FENCED:
+        if loss.kind is LossKind.FENCED:
+            assert self._group is not None
+            return _READOPT_S if self._group.executor.outlives_owner else None  # to wait for it like any spare
+        if self._on_group_loss is OnGroupLoss.EXIT:
             return None
         return self._backoff.failed(self._clock())
 

@@ -194,7 +194,15 @@ class ControlPlane:
             name,
             fleet=self._fleet,
             make_group=lambda: build_group(config, place.path, self._address, group=index, recorder=self._recorder),
-            make_engine=lambda formed, facts: build_engine(config, formed, facts, text.tokenizer, self._fleet.ids),
+            make_engine=lambda alive, adopted, survivors: build_engine(
+                config,
+                alive,
+                adopted.facts,
+                text.tokenizer,
+                self._fleet.ids,
+                adopted=adopted.snapshot,
+                survivors=survivors,
+            ),
             on_group_loss=OnGroupLoss(config.on_group_loss),
             backoff=Backoff(config.max_group_failures),
             progress=lambda stage, rank, share, detail: self._announce(
@@ -229,8 +237,14 @@ class ControlPlane:
         await asyncio.gather(*self._keeping, return_exceptions=True)
 
     async def _drain_for(self, signals: StopSignals) -> None:
-        """Let requests finish, at most for the drain timeout, or until a second signal."""
+        """Let requests finish, at most for the drain timeout, or until a second signal; or hand them over."""
         assert signals.first is not None
+        if self._config.handover:
+            self._announce(Stopping(f"{signals.name}, handing over"))
+            await self._keep_no_more()
+            timeout_s = self._config.step_timeout_s
+            await asyncio.gather(*(keeper.hand_over(timeout_s=timeout_s) for keeper in self._keepers))
+            return
         drain = asyncio.create_task(self._fleet.drain(self._config.drain_timeout_s))
         status = self._fleet.status()
         self._announce(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from control_plane.doors.converters import CallFacts
 from control_plane.generation import Event, Generation, Started
+from control_plane.generation_stream import GenerationStream
 
 if TYPE_CHECKING:
     from control_plane.fleet import Fleet
@@ -37,11 +39,17 @@ def caller_identity(context: Context) -> str:
 
 
 async def events(fleet: Fleet, generation: Generation, context: Context) -> AsyncGenerator[Event, None]:
-    """Admit a generation and yield its events; it is cancelled when this is closed early.
+    """Admit a generation and yield its events; it is cancelled when this is closed early."""
+    async with aclosing(stream_events(await fleet.generate(generation), context)) as all_events:
+        async for event in all_events:
+            yield event
+
+
+async def stream_events(stream: GenerationStream, context: Context) -> AsyncGenerator[Event, None]:
+    """Yield the events of a stream; it is cancelled when this is closed early.
 
     Initial metadata leaves with ``Started``: until then a proxy may still retry the call elsewhere, afterwards never.
     """
-    stream = await fleet.generate(generation)
     try:
         async for event in stream:
             if isinstance(event, Started):

@@ -15,9 +15,9 @@ from control_plane.doors import limits as rules
 from control_plane.doors.prompts import chat_to_ids, check_ids, text_to_ids
 from control_plane.doors.sampling_rules import check_built, resolve_sampling, resolve_text
 from control_plane.doors.served_model import ServedModel
-from control_plane.generation import Chunk, Done, FinishReason, Generation, SampleFinished, Started
+from control_plane.generation import Chunk, Cursor, Done, FinishReason, Generation, SampleFinished, Started
 from maniple.v1 import inference_pb2
-from maniple.v1.inference_pb2 import GenerateRequest, GenerateResponse
+from maniple.v1.inference_pb2 import GenerateRequest, GenerateResponse, ResumeRequest
 from service_chassis.errors import InvalidParameter, NotBuilt
 from service_chassis.ids import RequestId
 from service_chassis.protocol.block_hash import namespace_of
@@ -95,6 +95,28 @@ async def to_generation(
         client_identity=call.client_identity,
         traceparent=call.traceparent,
     )
+
+
+def to_cursors(request: ResumeRequest) -> tuple[RequestId, bytes, list[Cursor]]:
+    """Read who resumes what, and from where.
+
+    Raises:
+        InvalidParameter: names field, value and rule; never the token.
+    """
+    rules.check_request_id(request.request_id)
+    try:
+        token = bytes.fromhex(request.resume_token)
+    except ValueError:
+        raise InvalidParameter("resume_token", "…", "must be the resume_token of `started`") from None
+    rules.check_count("cursors", request.cursors, rules.MAX_CURSORS)
+    indices = [cursor.index for cursor in request.cursors]
+    if len(set(indices)) < len(indices):
+        raise InvalidParameter("cursors.index", indices, "must name each sample once")
+    cursors = [
+        Cursor(index=cursor.index, num_tokens=cursor.num_tokens, num_text_bytes=cursor.num_text_bytes)
+        for cursor in request.cursors
+    ]
+    return RequestId(request.request_id), token, cursors
 
 
 def _check_built(request: GenerateRequest) -> None:

@@ -7,10 +7,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, NoReturn
 
 from control_plane.doors import converters, prompts
-from control_plane.doors.calls import Context, call_facts, events
+from control_plane.doors.calls import Context, call_facts, caller_identity, events, stream_events
 from control_plane.doors.limits import check_token_ids
 from control_plane.doors.served_model import ServedModel
-from control_plane.generation import Chunk, Done, Generation, SampleFinished, Started
+from control_plane.generation import Chunk, Done, Event, Generation, SampleFinished, Started
 from maniple.v1 import inference_pb2, inference_pb2_grpc
 from maniple.v1.inference_pb2 import GenerateResponse
 from service_chassis.errors import InvalidParameter, NotBuilt
@@ -44,38 +44,18 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
             limits=fleet.limits,
             new_seed=self._new_seed,
         )
-        async with aclosing(self._responses(fleet, generation, context, only_final=request.only_final)) as responses:
+        async with aclosing(_responses(events(fleet, generation, context), generation, "Generate")) as responses:
             async for response in responses:
                 yield response
 
-    async def _responses(
-        self, fleet: Fleet, generation: Generation, context: Context, *, only_final: bool
-    ) -> AsyncGenerator[GenerateResponse, None]:
-        whole = {index: Chunk(index=index) for index in range(generation.sampling.n)} if only_final else {}
-        has_started = False
-        try:
-            async with aclosing(events(fleet, generation, context)) as all_events:
-                async for event in all_events:
-                    match event:
-                        case Started():
-                            has_started = True
-                            yield converters.started_response(event)
-                        case Chunk() if only_final:
-                            whole[event.index].token_ids += event.token_ids
-                            whole[event.index].text += event.text
-                        case Chunk():
-                            yield converters.chunk_response(event)
-                        case SampleFinished():
-                            yield converters.finished_response(event, whole.pop(event.index, None))
-                        case Done():
-                            yield converters.done_response(event)
-        except Exception as caught:
-            error = as_maniple_error(caught, method=f"/{SERVICE}/Generate", request_id=generation.request_id)
-            if has_started:
-                # Transcoders lose trailers, so a stream that began says in band how it ended. Before that the status
-                # alone must speak: a message would take the right to retry from proxies.
-                yield GenerateResponse(error=error.stream_error())
-            raise error from caught
+    async def Resume(
+        self, request: inference_pb2.ResumeRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
+        request_id, token, cursors = converters.to_cursors(request)
+        stream = await self._fleet.resume(request_id, token, caller_identity(context), cursors)
+        async with aclosing(_responses(stream_events(stream, context), stream.generation, "Resume")) as responses:
+            async for response in responses:
+                yield inference_pb2.ResumeResponse(response=response)
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         if not request.request_id:
@@ -124,15 +104,40 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
             dtype=limits.dtype,
         )
 
-    async def Resume(
-        self, request: inference_pb2.ResumeRequest, context: Context
-    ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
-        _not_built("Resume")
-        yield  # makes this the generator that the signature promises
-
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
         _not_built("Embed")
 
 
 def _not_built(method: str) -> NoReturn:
     raise NotBuilt(f"{SERVICE}/{method} is reserved in the protocol and not built yet")
+
+
+async def _responses(
+    all_events: AsyncGenerator[Event, None], generation: Generation, method: str
+) -> AsyncGenerator[GenerateResponse, None]:
+    """Turn events into what the client hears, up to the one last message."""
+    whole = {index: Chunk(index=index) for index in range(generation.sampling.n)} if generation.only_final else {}
+    has_started = False
+    try:
+        async with aclosing(all_events):
+            async for event in all_events:
+                match event:
+                    case Started():
+                        has_started = True
+                        yield converters.started_response(event)
+                    case Chunk() if generation.only_final:
+                        whole[event.index].token_ids += event.token_ids
+                        whole[event.index].text += event.text
+                    case Chunk():
+                        yield converters.chunk_response(event)
+                    case SampleFinished():
+                        yield converters.finished_response(event, whole.pop(event.index, None))
+                    case Done():
+                        yield converters.done_response(event)
+    except Exception as caught:
+        error = as_maniple_error(caught, method=f"/{SERVICE}/{method}", request_id=generation.request_id)
+        if has_started:
+            # Transcoders lose trailers, so a stream that began says in band how it ended. Before that the status
+            # alone must speak: a message would take the right to retry from proxies.
+            yield GenerateResponse(error=error.stream_error())
+        raise error from caught

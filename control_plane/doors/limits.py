@@ -11,6 +11,7 @@ from service_chassis.errors import InvalidParameter
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_BYTES = 256
+MAX_CURSORS = 1024
 # A request that nobody listens to holds memory that others wait for.
 MAX_DETACH_GRACE_S = 3600.0
 

@@ -16,11 +16,11 @@ from control_plane.executors.base import Executor, RankCallError
 from control_plane.group.batch_snapshot import BatchSnapshot, SnapshotUnreadable, read_snapshot
 from control_plane.group.claim import Grant, HeldByOther, claim, describe_all
 from control_plane.group.leveling import Standing, find_standing, reach_level
-from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
+from control_plane.group.loss import GroupNotFormed, LossReason
 from control_plane.group.settings import GroupFacts, GroupSettings, ModelOnRanks
 from control_plane.group.tenure import Tenure
 from maniple.v1 import worker_pb2
-from service_chassis.errors import ManipleError
+from service_chassis.errors import InvalidParameter, ManipleError
 from service_chassis.ids import Rank, Step
 from service_chassis.telemetry import get_logger
 
@@ -62,7 +62,8 @@ async def claim_when_free(
 
     Raises:
         RankCallError: a rank cannot be reached.
-        GroupNotFormed: no common version of the protocol, another model, or it is over.
+        GroupNotFormed: no common version of the protocol, or it is over.
+        InvalidParameter: the ranks are ready with another model.
     """
     said: tuple[str, str] | None = None
 
@@ -91,8 +92,7 @@ def _check_model(described: Sequence[worker_pb2.DescribeResponse], wanted: str) 
     for rank, description in enumerate(described):
         source = description.model.source
         if description.stage == _FORMED and source != wanted:
-            reason = f"rank {rank} holds the model {source!r}, and we are to serve {wanted!r}"
-            raise GroupNotFormed(LossReason(Rank(rank), reason, LossKind.FENCED))
+            raise InvalidParameter("model", wanted, f"rank {rank} is ready with another model, {source!r}")
 
 
 def _holder(described: Sequence[worker_pb2.DescribeResponse], lease_s: float) -> tuple[str, str] | None:

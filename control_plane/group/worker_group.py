@@ -11,6 +11,7 @@ from control_plane.executors.base import Executor, RankCallError, RankExit
 from control_plane.group.batch_snapshot import BatchSnapshot
 from control_plane.group.claim import Grant
 from control_plane.group.formation import Formation, ProgressCallback
+from control_plane.group.last_word import confirm
 from control_plane.group.leveling import Standing
 from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
 from control_plane.group.rank_stream import RankStream
@@ -74,6 +75,7 @@ class WorkerGroup:
         self._stage = ""
         self._lost = asyncio.Event()
         self._has_parted = False  # a goodbye was said
+        self._last_word: asyncio.Task[None] | None = None
         self._teardown: asyncio.Task[None] | None = None
 
     # Formation
@@ -142,7 +144,9 @@ class WorkerGroup:
             raise GroupNotFormed(LossReason(error.rank, reason)) from error
         if has_batch(grant):
             loss = loss_of(grant)
-            raise GroupNotFormed(loss, await dissolve(executor, grant, loss.reason))
+            not_formed = GroupNotFormed(loss, await dissolve(executor, grant, loss.reason))
+            not_formed.were_dismissed = True
+            raise not_formed
         return Adopted(facts=await self._formation().run(grant), snapshot=None)
 
     async def _come_to_life(self, work: Coroutine[Any, Any, Adopted], progress: ProgressCallback) -> Adopted:
@@ -162,7 +166,9 @@ class WorkerGroup:
         except BaseException as error:
             if isinstance(error, GroupNotFormed):
                 self.loss = self.loss or error.loss
-                error.survivors = error.survivors or await self._ask_survivors()
+                if self._continues and self.loss.kind is not LossKind.FENCED:
+                    error.survivors = await self._ask_survivors()
+                    error.were_dismissed = True  # by the teardown
             await self.teardown(str(error) or type(error).__name__)
             raise
         finally:
@@ -176,10 +182,9 @@ class WorkerGroup:
     async def _ask_survivors(self) -> BatchSnapshot | None:
         """Save what survivors know of a batch that we failed to take over, before they are told to leave."""
         assert self.loss is not None
-        if self._tenure is None or not self._continues or self.loss.kind is LossKind.FENCED:
-            return None
-        tenure = self._tenure
-        ranks = [rank for rank in self.executor.ranks if rank != self.loss.rank and not tenure.has_exited(rank)]
+        assert self._tenure is not None
+        tenure, lost = self._tenure, self.loss.rank
+        ranks = [rank for rank in self.executor.ranks if rank != lost and not tenure.has_exited(rank)]
         return await snapshot_of_survivor(self.executor, tenure.epoch, ranks)
 
     def _enter(self, stage: str) -> None:
@@ -310,11 +315,25 @@ class WorkerGroup:
         if self._tenure is not None:
             self._tenure.silence()
         self._lost.set()
-        if self.facts is not None:  # else form() raises it and tears down
-            try:
-                self.on_lost(loss)
-            finally:
-                self._begin_teardown(loss.reason)
+        if self.facts is None or self._tenure is None:
+            return  # form() raises it and tears down
+        if self.executor.outlives_owner and loss.kind is LossKind.LOST:
+            self.on_health(False, loss.reason)  # at once; the rest must wait for an answer
+            self._last_word = asyncio.create_task(self._ask_for_the_last_word(self._tenure, loss))
+        else:
+            self._tell_loss(loss)
+
+    async def _ask_for_the_last_word(self, tenure: Tenure, loss: LossReason) -> None:
+        loss = await confirm(loss, self.executor, tenure.epoch, tenure.living(), timeout_s=_FAREWELL_S)
+        log.info("loss.confirmed", epoch=tenure.epoch, kind=loss.kind.value)
+        self._tell_loss(loss)
+
+    def _tell_loss(self, loss: LossReason) -> None:
+        self.loss = loss
+        try:
+            self.on_lost(loss)
+        finally:
+            self._begin_teardown(loss.reason)
 
     async def goodbye(self, kind: worker_pb2.StepsRequest.Goodbye.Kind.ValueType) -> bool:
         """Send a goodbye to every rank, the last one first (PROTOCOL E); say whether all took it.
@@ -356,6 +375,8 @@ class WorkerGroup:
 
     async def _run_teardown(self, reason: str) -> None:
         started_at = time.monotonic()
+        if self._last_word is not None:
+            await asyncio.wait({self._last_word})
         if self._forming is not None:
             self._forming.cancel()
             await asyncio.wait({self._forming}, timeout=_FAREWELL_S)
@@ -365,16 +386,23 @@ class WorkerGroup:
         if self._tenure is not None:
             self._tenure.silence()
             if self.loss is None and self.executor.outlives_owner and not self._has_parted:
-                await self.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_RELEASE)  # we go, they wait for the next
+                await self._leave_to_next()
             if not (is_fenced or self._has_parted):
                 farewells = (self._dismiss(self._tenure, stream, reason) for stream in self._tenure.streams)
                 await asyncio.gather(*farewells)
             await self._tenure.end()
         # What another owner holds is not ours to kill; of ranks that outlive us only the connections are closed.
+        if is_fenced or (self.loss is not None and self.loss.kind is LossKind.UNPROVEN):
+            self.executor.let_go()
         if not is_fenced or self.executor.outlives_owner:
             await self.executor.shutdown(grace_s=self.settings.teardown_grace_s)
         epoch = self._tenure.epoch if self._tenure is not None else Epoch(0)
         log.info("group.ended", epoch=epoch, reason=reason, duration_s=round(time.monotonic() - started_at, 3))
+
+    async def _leave_to_next(self) -> None:
+        """Say that we go, to ranks that wait for the next owner: with the prefix cache, where there is one."""
+        goodbye = worker_pb2.StepsRequest.Goodbye
+        await self.goodbye(goodbye.KIND_HANDOVER if self.facts is not None else goodbye.KIND_RELEASE)
 
     async def _dismiss(self, tenure: Tenure, stream: RankStream, reason: str) -> None:
         """Tell a rank to go: on its stream, or by a call where that is broken. One that is gone needs no telling."""

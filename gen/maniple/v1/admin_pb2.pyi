@@ -126,7 +126,7 @@ class GroupStatus(_message.Message):
     name: _builtins.str
     """Its name."""
     state: _builtins.str
-    """forming, ready, lost, asleep, draining."""
+    """forming, held (by another control plane), ready, lost, asleep, draining."""
     reason: _builtins.str
     """Why, where the state needs a reason."""
     epoch: _builtins.int
