@@ -18,6 +18,7 @@ from support.thread_ranks import run_ranks
 from support.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from worker_service.models import checkpoint as checkpoint_module
 from worker_service.models.registry import load_model
+from worker_service.platforms.base import MemoryReading
 from worker_service.platforms.cpu import CpuPlatform
 from worker_service.process_group import LoneProcessGroup
 from worker_service.runner import LoadOptions
@@ -229,3 +230,18 @@ def test_batch_invariance_is_refused_on_several_ranks(tmp_path: Path) -> None:
     options = LoadOptions(model=str(tmp_path), batch_invariant=True)
     with pytest.raises(InvalidParameter, match="batch_invariant=True: holds on one rank, not on 2"):
         load_model(options, CpuPlatform(1), 0, 2, lambda share, what: None)
+
+
+def test_ranks_on_one_machine_share_its_cores_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+    reading = MemoryReading(total=4000, available=3000, own=0)
+    budgets = []
+    for num_threads, sharing in ((0, 1), (0, 3), (0, 9), (2, 3)):
+        platform = CpuPlatform(num_threads)
+        platform.share(sharing)
+        platform.bind()
+        budgets.append(platform.kv_budget(reading, 200, 0.9, 10**9))
+    assert chosen == [7, 2, 1, 2]
+    assert budgets == [1400, 466, 155, 466]  # half of the 2800 that are free, and of that a share
