@@ -149,7 +149,8 @@ class ControlPlaneConfig:
     """Reuse the KV blocks of a prefix that an earlier request computed."""
 
     tensor_parallel_size: int = setting(1, topic=GROUP, read=read_whole, rule=at_least(1), metavar="RANKS")
-    """Workers that share each layer."""
+    """Workers that share each layer. Must divide the model's attention heads, and divide its KV heads or be a multiple
+    of them; a size that does not is refused with those that do."""
 
     data_parallel_size: int = setting(1, topic=GROUP, read=read_whole, rule=at_least(1, at_most=64), metavar="GROUPS")
     """Groups of workers, each with the whole model. A request goes to the group that has the longest head of its prompt
@@ -190,7 +191,8 @@ class ControlPlaneConfig:
     """What computes: cpu, cuda, auto. auto: cuda where an NVIDIA driver is present."""
 
     num_threads: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0), metavar="THREADS")
-    """Threads of one worker's forward pass on a CPU. 0: all cores that the process may use."""
+    """Threads of one worker's forward pass on a CPU. 0: all cores that the process may use, shared with the other ranks
+    that may use the same ones."""
 
     heartbeat_timeout_s: float = setting(5.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
     """A worker not heard for so long on one of its connections is lost. Well above the pauses of a busy host."""
