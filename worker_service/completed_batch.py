@@ -221,7 +221,7 @@ class CompletedBatch:
 
 
 def _without_bulk(request: NewRequest) -> NewRequest:
-    """Return a copy without what is kept elsewhere: tokens, tables, what holds for the first step only."""
+    """Return a copy without what is kept elsewhere: tokens, tables, what holds for its first step only."""
     kept = NewRequest()
     kept.CopyFrom(request)
     for field in (
