@@ -9,7 +9,7 @@ def let_waiting_threads_sleep() -> None:
     """Set OpenMP's wait policy, unless the environment has one.
 
     By default a thread that has nothing to do spins, and so takes the core from the thread that it waits for as soon as
-    anybody else computes on the machine. One decode step of the demo model on two cores with two other busy processes:
-    1 460 ms spinning, 17 ms sleeping. On an idle machine the two are level.
+    anybody else computes on the machine. One decode step of the demo model on two cores shared with other busy processes
+    took 90 to 1 400 ms spinning and 17 to 50 ms sleeping.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,6 +1,6 @@
 """A vector of 16 float32 values for numba, which has none, and offers no bfloat16 either.
 
-LLVM's own vectoriser makes a seventh of the speed out of the same attention loops written with scalars. Here each
+LLVM's own vectoriser makes less than half of the speed out of the same attention loops written with scalars. Here each
 operation is one LLVM instruction on ``<16 x float>``, which becomes one AVX-512 register, or two or four smaller ones.
 Arrays of uint16 hold bfloat16 bits: they widen on load and round to nearest even on store. Arrays are indexed flat.
 """
