@@ -236,6 +236,11 @@ class Engine:
         """Whether a request of that id is here."""
         return request_id in self._live
 
+    def leave_to(self, other: Engine) -> None:
+        """End here what ``other`` computes too: it moved there when nobody could say that this group still had it."""
+        for request_id in [request_id for request_id in self._live if other.knows(request_id)]:
+            self._finish(request_id, scheduled.FinishReason.ABORT, None, frees_id=False)
+
     async def proves_ownership(self) -> bool:
         """Ask a rank whether the group is still ours: what is not here is then nowhere in it."""
         return not self._has_failed and await self._group.proves_ownership()

@@ -62,6 +62,9 @@ class Fleet:
         """Seat the engine of a group; readiness is its own from now on."""
         place = self._places.setdefault(name, _Place())
         place.engine, place.owner_address = engine, ""
+        for other in self._engines():
+            if other is not engine:
+                engine.leave_to(other)
         engine.hand_over = lambda live, request: self._hand_over(engine, live, request)
         if self._closed_reason:
             engine.close(self._closed_reason)

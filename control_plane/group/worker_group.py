@@ -382,19 +382,19 @@ class WorkerGroup:
             await asyncio.wait({self._forming}, timeout=_FAREWELL_S)
             if self._forming.done() and not self._forming.cancelled():
                 self._forming.exception()  # form() raised it, or the loss that explains it
-        is_fenced = self.loss is not None and self.loss.kind is LossKind.FENCED
+        is_others = self.loss is not None and self.loss.kind is not LossKind.LOST  # or may be
         if self._tenure is not None:
             self._tenure.silence()
             if self.loss is None and self.executor.outlives_owner and not self._has_parted:
                 await self._leave_to_next()
-            if not (is_fenced or self._has_parted):
+            if not (is_others or self._has_parted):
                 farewells = (self._dismiss(self._tenure, stream, reason) for stream in self._tenure.streams)
                 await asyncio.gather(*farewells)
             await self._tenure.end()
-        # What another owner holds is not ours to kill; of ranks that outlive us only the connections are closed.
-        if is_fenced or (self.loss is not None and self.loss.kind is LossKind.UNPROVEN):
+        # What another owner may hold is not ours to kill; of ranks that outlive us only the connections are closed.
+        if is_others:
             self.executor.let_go()
-        if not is_fenced or self.executor.outlives_owner:
+        if not is_others or self.executor.outlives_owner:
             await self.executor.shutdown(grace_s=self.settings.teardown_grace_s)
         epoch = self._tenure.epoch if self._tenure is not None else Epoch(0)
         log.info("group.ended", epoch=epoch, reason=reason, duration_s=round(time.monotonic() - started_at, 3))

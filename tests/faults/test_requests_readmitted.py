@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,8 @@ from service_chassis.scripted import fail_at
 from support.engine_harness import Collected, collect, generation, running_engine
 from support.faults import model_with
 from support.fleet_harness import RunningFleet, running_fleet
+from support.remote_ranks import remote_ranks
+from support.scripted_reference import greedy
 from support.waiting import until
 
 SLOW = model_with(step_time_s=0.01)
@@ -170,6 +173,71 @@ async def test_every_stream_ends_once_with_the_right_status_when_no_other_group_
             assert running.fleet.abort(reader.request_id)
         await asyncio.gather(*(reader.task for reader in again))
         await running.settled()
+
+
+async def test_running_requests_go_on_in_another_group_when_a_remote_worker_is_killed(tmp_path: Path) -> None:
+    wanted = requests()
+    expected = await undisturbed(wanted)
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    with remote_ranks(directory=directories[0]) as first, remote_ranks(directory=directories[1]) as second:
+        places = (first.addresses, second.addresses)
+        async with running_fleet(SLOW, SLOW, executor="remote", worker_addresses=places) as running:
+            async with asyncio.timeout(60):
+                readers = await read_all(running, wanted)
+                await until(lambda: all(reader.num_tokens >= 4 for reader in readers), "tokens for everybody")
+                first.kill(0)
+                await asyncio.gather(*(reader.task for reader in readers))
+                assert_undisturbed(readers, expected)
+                assert "nothing listens" in running.groups[0].losses[0][0]
+                first.start(0)  # as whoever runs it would
+                await running.formed_anew(0)
+                await running.settled()
+
+
+async def test_silence_of_a_remote_rank_proves_nothing_and_its_requests_may_be_resumed(tmp_path: Path) -> None:
+    times = {"heartbeat_timeout_s": 1.0, "lease_s": 1.0}
+    with remote_ranks(directory=tmp_path) as remote:
+        async with running_fleet(SLOW, executor="remote", worker_addresses=(remote.addresses,), **times) as running:
+            async with asyncio.timeout(60):
+                (reader,) = await read_all(running, [generation("r", [1], max_tokens=3000)])
+                await until(lambda: reader.num_tokens, "tokens")
+                pid = remote.processes[0].pid
+                os.kill(pid, signal.SIGSTOP)
+                # For all we know another control plane may have it: "lost, start over" would say too much.
+                with pytest.raises(TakenOver, match="may hold"):
+                    await reader.task
+                assert not running.fleet.ready
+                assert remote.processes[0].poll() is None  # and nothing was killed
+                os.kill(pid, signal.SIGCONT)
+                await running.formed_anew(0)
+                assert running.fleet.abort(reader.request_id)  # it went on
+                await running.settled()
+
+
+async def test_requests_that_moved_are_computed_once_when_their_silent_group_comes_back(tmp_path: Path) -> None:
+    times = {"heartbeat_timeout_s": 1.0, "lease_s": 1.0}
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    with remote_ranks(directory=directories[0]) as first, remote_ranks(directory=directories[1]) as second:
+        places = (first.addresses, second.addresses)
+        async with running_fleet(SLOW, SLOW, executor="remote", worker_addresses=places, **times) as running:
+            async with asyncio.timeout(60):
+                readers = await read_all(running, [generation(f"r{n}", [n], max_tokens=3000) for n in range(2)])
+                await until(lambda: all(reader.num_tokens for reader in readers), "tokens")
+                os.kill(first.processes[0].pid, signal.SIGSTOP)
+                await until(lambda: running.groups[1].engines[0].knows(readers[0].request_id), "it moved")
+                os.kill(first.processes[0].pid, signal.SIGCONT)
+                await running.formed_anew(0)
+                assert running.groups[0].engines[1] is not running.groups[0].engines[0]
+                assert not running.groups[0].engines[1].knows(readers[0].request_id)
+                for number, reader in enumerate(readers):
+                    assert running.fleet.abort(reader.request_id)
+                    await reader.task
+                    assert reader.got.token_ids[0] == greedy([number], reader.num_tokens)
+                await running.settled()
 
 
 async def test_request_that_loses_every_group_it_runs_in_is_stopped_before_it_takes_them_all() -> None:

@@ -15,8 +15,10 @@ from control_plane.engine import Engine
 from control_plane.engine_status import GroupView
 from control_plane.fleet import Fleet
 from control_plane.group.backoff import Backoff
+from control_plane.group.batch_snapshot import BatchSnapshot
 from control_plane.group.loss import LossReason
 from control_plane.group.settings import GroupFacts
+from control_plane.group.takeover import Adopted
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.group_keeper import GroupKeeper, OnGroupLoss
 from control_plane.text.model_text import load_model_text
@@ -69,13 +71,21 @@ class RunningFleet:
             model = lives[0] if len(lives) == 1 else lives.pop(0)
             return build_group(resolved(model), model, "", group=index)
 
-        def make_engine(group: WorkerGroup, facts: GroupFacts) -> Engine:
+        def make_engine(group: WorkerGroup, adopted: Adopted, survivors: BatchSnapshot | None) -> Engine:
             model = group.settings.model
-            engine = build_engine(resolved(model), group, facts, load_model_text(model).tokenizer, self.fleet.ids)
+            engine = build_engine(
+                resolved(model),
+                group,
+                adopted.facts,
+                load_model_text(model).tokenizer,
+                self.fleet.ids,
+                adopted=adopted.snapshot,
+                survivors=survivors,
+            )
             kept.engines.append(engine)
             for rank in group.executor.ranks:
                 address, pid = group.executor.describe_rank(rank)
-                if pid:
+                if pid and not group.executor.outlives_owner:
                     self.pids.add(pid)
                     self.directories.add(Path(address.removeprefix("unix:")).parent)
             return engine
