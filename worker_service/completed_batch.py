@@ -224,13 +224,6 @@ def _without_bulk(request: NewRequest) -> NewRequest:
     """Return a copy without what is kept elsewhere: tokens, tables, what holds for its first step only."""
     kept = NewRequest()
     kept.CopyFrom(request)
-    for field in (
-        "token_ids",
-        "blocks",
-        "fork_of",
-        "num_scheduled_tokens",
-        "num_computed_tokens",
-        "num_prefill_tokens",
-    ):
+    for field in ("token_ids", "blocks", "fork_of", "num_scheduled_tokens", "num_prefill_tokens"):
         kept.ClearField(field)
     return kept
