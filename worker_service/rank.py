@@ -74,7 +74,7 @@ class Rank:
             self._fail,
             self._on_goodbye,
         )
-        self._stages = Stages(self.config, self.vitals, self._step_loop, self._steps, self._fail)
+        self._stages = Stages(self.config, self.vitals, self._step_loop, self._steps, self._fail, self._check_epoch)
         self._step_loop.start()
         self._ticker = asyncio.create_task(self._tick())
 

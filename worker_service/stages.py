@@ -40,6 +40,7 @@ class Stages:
         step_loop: StepLoop,
         steps: Steps,
         on_failure: Callable[[Failure], None],
+        check_epoch: Callable[[int], None],
     ) -> None:
         self.stage: worker_pb2.WorkerStage.ValueType = worker_pb2.WORKER_STAGE_UNSPECIFIED
         self.limits: worker_pb2.GroupLimits | None = None
@@ -49,6 +50,7 @@ class Stages:
         self._step_loop = step_loop
         self._steps = steps
         self._on_failure = on_failure
+        self._check_epoch = check_epoch
         self._group: ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None  # on rank 0 of several, from the first Join on
         self._loaded: tuple[LoadOptions, ModelFacts] | None = None
@@ -131,7 +133,7 @@ class Stages:
                 )
             return worker_pb2.FormGroupResponse(device=self.device, backend=self._group.backend)
 
-        return await self._run(worker_pb2.WORKER_STAGE_UNSPECIFIED, worker_pb2.WORKER_STAGE_READY, form)
+        return await self._run(request.epoch, worker_pb2.WORKER_STAGE_UNSPECIFIED, worker_pb2.WORKER_STAGE_READY, form)
 
     async def _form(self, request: worker_pb2.FormGroupRequest) -> ProcessGroup:
         if request.world_size == 1:
@@ -176,7 +178,7 @@ class Stages:
             get_logger().info("model.loaded", architecture=facts.architecture, dtype=facts.dtype, duration_s=duration_s)
             return worker_pb2.LoadModelResponse(model=_model_description(facts), duration_s=duration_s)
 
-        return await self._run(worker_pb2.WORKER_STAGE_FORMED, worker_pb2.WORKER_STAGE_PROFILED, load)
+        return await self._run(request.epoch, worker_pb2.WORKER_STAGE_FORMED, worker_pb2.WORKER_STAGE_PROFILED, load)
 
     def _load(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         self._step_loop.runner = None  # the old weights go before the new ones come
@@ -203,7 +205,7 @@ class Stages:
             self.stage = worker_pb2.WORKER_STAGE_PROFILED
             return worker_pb2.ProfileMemoryResponse(**dataclasses.asdict(self._profiled))
 
-        return await self._run(worker_pb2.WORKER_STAGE_LOADED, worker_pb2.WORKER_STAGE_PROFILED, profile)
+        return await self._run(request.epoch, worker_pb2.WORKER_STAGE_LOADED, worker_pb2.WORKER_STAGE_PROFILED, profile)
 
     async def allocate_kv_cache(self, request: worker_pb2.AllocateKvCacheRequest) -> worker_pb2.AllocateKvCacheResponse:
         """Stage 4. From here on there is a batch, empty, before step 1."""
@@ -219,7 +221,9 @@ class Stages:
             get_logger().info("kv_cache.allocated", num_blocks=limits.num_blocks, kv_bytes=kv_bytes)
             return worker_pb2.AllocateKvCacheResponse(kv_bytes=kv_bytes)
 
-        return await self._run(worker_pb2.WORKER_STAGE_PROFILED, worker_pb2.WORKER_STAGE_ALLOCATED, allocate)
+        return await self._run(
+            request.epoch, worker_pb2.WORKER_STAGE_PROFILED, worker_pb2.WORKER_STAGE_ALLOCATED, allocate
+        )
 
     async def warm_up(self, request: worker_pb2.WarmUpRequest) -> worker_pb2.WarmUpResponse:
         """Stage 5; with its end the rank is ready."""
@@ -238,7 +242,7 @@ class Stages:
             get_logger().info("rank.ready", duration_s=duration_s)
             return worker_pb2.WarmUpResponse(duration_s=duration_s)
 
-        return await self._run(worker_pb2.WORKER_STAGE_ALLOCATED, worker_pb2.WORKER_STAGE_READY, warm_up)
+        return await self._run(request.epoch, worker_pb2.WORKER_STAGE_ALLOCATED, worker_pb2.WORKER_STAGE_READY, warm_up)
 
     @property
     def _runner(self) -> ModelRunner:
@@ -248,6 +252,7 @@ class Stages:
 
     async def _run(
         self,
+        epoch: int,
         first: worker_pb2.WorkerStage.ValueType,
         last: worker_pb2.WorkerStage.ValueType,
         body: Callable[[], Coroutine[Any, Any, T]],
@@ -255,6 +260,7 @@ class Stages:
         """Run one stage to its end, whatever becomes of the caller: the device cannot be interrupted half way.
 
         Args:
+            epoch: of the call. It may have waited for a stage that another owner began, and be stale by now.
             first: the rank must have come so far.
             last: and no farther; a stage that was done is repeated where its answer may have been lost.
             body: the stage.
@@ -262,6 +268,7 @@ class Stages:
 
         async def alone() -> T:
             async with self._lock:
+                self._check_epoch(epoch)
                 if self._vitals.failure is not None:
                     raise WrongState(f"the rank failed: {self._vitals.failure.message}")
                 if not first <= self.stage <= last:

@@ -14,6 +14,7 @@ import pytest
 from maniple.v1 import worker_pb2
 from service_chassis.errors import Fenced, InvalidParameter, ManipleError, NotBuilt, WrongState
 from service_chassis.scripted import ScriptedOptions, scripted_model
+from support.waiting import until
 from support.worker_process import DeltaMaker
 from worker_service.config import WorkerConfig
 from worker_service.model_files import read_model_files
@@ -94,6 +95,20 @@ async def test_stage_goes_on_when_its_caller_goes_away() -> None:
         assert rank.vitals.busy is not None
         await advance(rank, "LoadModel", model=model)  # waits for the first, and finds it loaded
         assert rank.vitals.busy is None
+
+
+async def test_stage_that_waited_for_another_owners_load_is_fenced_by_then() -> None:
+    async with started_rank() as rank:
+        await advance(rank, "Join", "FormGroup")
+        model = scripted_model(ScriptedOptions(load_time_s=0.2))
+        loading = asyncio.create_task(advance(rank, "LoadModel", model=model))
+        waiting = asyncio.create_task(advance(rank, "FormGroup", formation_id="f2"))
+        await until(lambda: rank.vitals.busy is not None, "the load")
+        await advance(rank, "Join", epoch=2, owner_id="B", force=True)
+        with pytest.raises(Fenced):
+            await waiting
+        await loading
+        assert rank.vitals.formation_id == "f1"
 
 
 async def test_limits_must_fit_what_was_loaded() -> None:
