@@ -68,6 +68,7 @@ class ScriptedRunner:
         self._token_digests: dict[int, int] = {}
         self._forced: dict[int, tuple[int, ...]] = {}  # what a row emits by output index; absent: it samples
         self._full: set[int] = set()  # rows for the real sampler
+        self._has_diverged = False  # by a fault; from then on, as a wrong token would stay in its row
         self._sampler: Sampler | None = None
         self._group: ProcessGroup = LoneProcessGroup("")
 
@@ -201,13 +202,12 @@ class ScriptedRunner:
         wanted_s = self._options.step_time_s + num_tokens * self._options.step_time_per_token_s
         if (left_s := started + wanted_s - time.monotonic()) > 0:
             time.sleep(left_s)
-        token_digest = sum(self._token_digests.values()) & MASK64
         if fault is not None and fault.kind == "wrong_digest":
-            token_digest ^= 1
+            self._has_diverged = True
         return StepOutput(
             step=work.step,
             token_ids=token_ids,
-            token_digest=token_digest,
+            token_digest=sum(self._token_digests.values()) & MASK64 ^ self._has_diverged,
             device_us=int((time.monotonic() - started) * 1e6),
         )
 

@@ -199,7 +199,7 @@ class Tenure:
         """Note that no reconnect can help."""
         if isinstance(error, Fenced):
             self._fenced(rank, error.message)
-        else:
+        elif not self._reports.state.ranks[rank].left_alone:  # else that is why, and the cause lies with another rank
             self.accuse(rank, f"refused: {type(error).__name__}: {error.message}")
 
     def on_exit(self, end: RankExit) -> None:

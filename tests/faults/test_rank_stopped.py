@@ -7,6 +7,7 @@ import signal
 import time
 
 from support.faults import SHORT_TIMES, assert_next_group_works, forming
+from support.served_ranks import served_ranks
 
 
 async def test_stopped_rank_is_lost_within_the_heartbeat_timeout_and_a_second() -> None:
@@ -25,3 +26,16 @@ async def test_stopped_rank_is_lost_within_the_heartbeat_timeout_and_a_second() 
         # A stopped process takes no SIGTERM: it is killed after the grace.
         assert time.monotonic() - ended_at < 0.5 + 3.0
     await assert_next_group_works()
+
+
+async def test_stopped_rank_of_two_is_named_though_the_other_waits_for_it() -> None:
+    flags = ("--heartbeat-timeout-s", "1", "--lease-s", "1", "--report-interval-s", "0.05")
+    async with served_ranks(flags=(*flags, "--idle-report-interval-s", "0.1")) as served:
+        served.begin()
+        await served.all_run()
+        stopped_at = time.monotonic()
+        os.kill(served.pids[1], signal.SIGSTOP)
+        await served.assert_lost(r"rank 1 was silent on its .*", since=stopped_at, within_s=1.0 + 1.0)
+        # A stopped process takes no SIGTERM: it is killed after the grace.
+        await served.assert_gone(within_s=2.0 + 2.0)
+        await served.assert_next_works()

@@ -150,6 +150,7 @@ class Stream:
         self.in_band: list[str] = []  # messages of errors
         self.is_done = False
         self.error: grpc.aio.AioRpcError | None = None
+        self.token_at = 0.0  # when the last one came
         self.ended_at = 0.0
         request = inference_pb2.GenerateRequest(
             request_id=request_id,
@@ -164,6 +165,7 @@ class Stream:
                 match response.WhichOneof("event"):
                     case "chunk":
                         self.token_ids += response.chunk.token_ids
+                        self.token_at = time.monotonic()
                         self.text += response.chunk.text
                     case "finished":
                         self.finishes.append(response.finished)
