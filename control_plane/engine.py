@@ -8,7 +8,6 @@ early (cancelled stream, passed deadline, ``abort``, drain, lost group) goes thr
 from __future__ import annotations
 
 import asyncio
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from dataclasses import replace
 import structlog
 
 from control_plane.adopted_batch import BatchOfRequests, requests_of
+from control_plane.client_errors import error_of_loss, error_of_refusal
 from control_plane.control_blob import write_blob
 from control_plane.deltas import DeltaEncoder, row_payload, step_tokens
 from control_plane.engine_status import EngineLimits, EngineStatus, RequestIds
@@ -26,6 +26,7 @@ from control_plane.group.batch_snapshot import BatchSnapshot
 from control_plane.group.loss import LossKind, LossReason
 from control_plane.group.worker_group import OUTPUT_RANK, WorkerGroup
 from control_plane.live_request import LiveRequest, resumed_stream
+from control_plane.live_requests import LiveRequests
 from control_plane.rates import Rate
 from control_plane.routing import Candidate
 from control_plane.scheduling import request as scheduled
@@ -39,11 +40,9 @@ from service_chassis.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     GroupLost,
-    GroupLostBeforeStart,
     InvalidParameter,
     ManipleError,
     NotReady,
-    QueueFull,
     TakenOver,
 )
 from service_chassis.ids import RequestId, Step
@@ -52,8 +51,6 @@ log = structlog.get_logger(__name__)
 
 # Rows that ended while nothing else runs are told to the workers within this time (PROTOCOL B2).
 FLUSH_AFTER_S = 0.05
-# What a client is told to wait when the queue is full. A queue turns over in seconds, not minutes.
-QUEUE_RETRY_S = 1.0
 # How many groups a request may lose under it and still go on in another. One that was in three when they were lost may
 # be what loses them, and would take down one after another.
 MAX_MOVES = 2
@@ -110,11 +107,10 @@ class Engine:
         self._tokenizer = tokenizer
         self._model = model
         self._started_at = clock()
-        self._live: dict[RequestId, LiveRequest] = {}
         self._ids = ids if ids is not None else RequestIds()  # finished less than a minute ago
+        self._live = LiveRequests(self._ids)
         self._plans: dict[Step, StepPlan] = {}  # RUN steps without a result
         self._num_arrived = 0  # counted on across owners of the group
-        self._detached: list[tuple[float, RequestId]] = []  # a heap: when a request without a stream is given up
         self._is_leaving = False  # no new steps
         self._has_left = asyncio.Event()  # none is outstanding either
         self._results: deque[StepResult] = deque()  # arrived, not applied; at most one per step in flight
@@ -124,8 +120,6 @@ class Engine:
         self._flush_at: float | None = None
         self._closed_reason = ""  # why no new requests are accepted
         self._readiness: list[Callable[[bool], None]] = []
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._prompt_rate, self._output_rate, self._step_rate = Rate(), Rate(), Rate()
         group.on_result = self._on_result
         group.on_accepted = self._on_accepted
@@ -186,7 +180,7 @@ class Engine:
             skip_reading_prefix_cache=generation.skip_reading_prefix_cache,
         )
         if (refusal := self._scheduler.refusal(request)) is not None:
-            raise _refused(refusal, len(generation.prompt_token_ids))
+            raise error_of_refusal(refusal, len(generation.prompt_token_ids))
         stream = GenerationStream(generation, lambda: self._cancel(stream))
         live = LiveRequest.of(generation, stream, self._tokenizer, now)
         self._num_arrived += 1
@@ -203,7 +197,9 @@ class Engine:
             PermissionDenied: the token is not this request's, or another caller's.
             InvalidParameter, ResumeLost: see ``LiveRequest.attach``.
         """
-        stream = resumed_stream(self._live[request_id], token, identity, cursors)
+        live = self._live.get(request_id)
+        assert live is not None, "whoever resumes has asked whether it is here"
+        stream = resumed_stream(live, token, identity, cursors)
         stream.belong_to(lambda: self._cancel(stream))
         return stream
 
@@ -221,15 +217,12 @@ class Engine:
             return False
         if (stream := live.stream) is not None:
             stream.belong_to(lambda: self._cancel(stream))
-        elif live.detached_until is not None:
-            heapq.heappush(self._detached, (live.detached_until, live.generation.request_id))
         self._enter(live, request)
         return True
 
     def _enter(self, live: LiveRequest, request: scheduled.Request) -> None:
-        self._live[request.request_id] = live
+        self._live.enter(live)
         self._scheduler.add(request)
-        self._idle.clear()
         self._wake.set()
 
     def knows(self, request_id: RequestId) -> bool:
@@ -238,8 +231,9 @@ class Engine:
 
     def leave_to(self, other: Engine) -> None:
         """End here what ``other`` computes too: it moved there when nobody could say that this group still had it."""
-        for request_id in [request_id for request_id in self._live if other.knows(request_id)]:
-            self._finish(request_id, scheduled.FinishReason.ABORT, None, frees_id=False)
+        for live in self._live:
+            if other.knows(live.generation.request_id):
+                self._finish(live.generation.request_id, scheduled.FinishReason.ABORT, None, frees_id=False)
 
     async def proves_ownership(self) -> bool:
         """Ask a rank whether the group is still ours: what is not here is then nowhere in it."""
@@ -304,7 +298,7 @@ class Engine:
         """Wait until nothing runs or waits; after ``timeout_s`` abort what is left. Return how many were aborted."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self._live.wait_idle()
             return 0
         except TimeoutError:
             return self.abort_all()
@@ -312,15 +306,15 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether no request is here."""
-        return self._idle.is_set()
+        return self._live.is_idle
 
     async def wait_idle(self) -> None:
         """Wait until no request is here: all ended, or went elsewhere."""
-        await self._idle.wait()
+        await self._live.wait_idle()
 
     def abort_all(self) -> int:
         """End every request with reason abort; return how many there were."""
-        left = list(self._live)
+        left = [live.generation.request_id for live in self._live]
         for request_id in left:
             self.abort(request_id)
         return len(left)
@@ -333,7 +327,8 @@ class Engine:
             for request_id in self._scheduler.expired(now):
                 error = DeadlineExceeded("the deadline of the request passed")
                 self._finish(request_id, scheduled.FinishReason.DEADLINE, error)
-            self._give_up_detached(now)
+            for request_id in self._live.given_up(now):
+                self._finish(request_id, scheduled.FinishReason.ABORT, None, frees_id=False)
             plan = None if self._is_leaving else self._scheduler.schedule(now)
             plan = plan or self._flush(now)
             if plan is not None:
@@ -401,9 +396,8 @@ class Engine:
             self._output_rate.add(now, num_tokens)
 
     def _next_alarm(self) -> float | None:
-        given_up_at = self._detached[0][0] if self._detached else None
-        alarms = [at for at in (self._scheduler.next_deadline(), self._flush_at, given_up_at) if at is not None]
-        return min(alarms, default=None)
+        alarms = (self._scheduler.next_deadline(), self._flush_at, self._live.given_up_at)
+        return min((at for at in alarms if at is not None), default=None)
 
     async def _sleep_until(self, alarm: float | None) -> None:
         self._wake.clear()
@@ -423,23 +417,10 @@ class Engine:
             return
         grace_s = stream.generation.detach_grace_s
         if grace_s and live.started_at is not None:  # before that no client knows its resume token
-            self._detach(live, grace_s)
+            self._live.detach(live, self.now() + grace_s)
+            self._wake.set()
         else:
             self._finish(request_id, scheduled.FinishReason.ABORT, Cancelled("the client went away"))
-
-    def _detach(self, live: LiveRequest, grace_s: float) -> None:
-        until = self.now() + grace_s
-        live.detach(until)
-        heapq.heappush(self._detached, (until, live.generation.request_id))
-        self._wake.set()
-
-    def _give_up_detached(self, now: float) -> None:
-        """End requests for which no stream came in time."""
-        while self._detached and self._detached[0][0] <= now:
-            until, request_id = heapq.heappop(self._detached)
-            live = self._live.get(request_id)
-            if live is not None and live.detached_until == until:
-                self._finish(request_id, scheduled.FinishReason.ABORT, None, frees_id=False)
 
     def _finish(
         self,
@@ -463,33 +444,7 @@ class Engine:
         return True
 
     def _end(self, live: LiveRequest, error: ManipleError | None, *, frees_id: bool = False) -> None:
-        """Put the one last event, and write the request's one line."""
-        now = self.now()
-        generation = live.generation
-        del self._live[generation.request_id]
-        # What a new owner holds is asked of it, and what never started its client cannot ask for.
-        is_told_here = live.started_at is not None and not isinstance(error, TakenOver)
-        tell = (lambda: live) if is_told_here else None
-        self._ids.add_finished(generation.request_id, now, is_free=frees_id, tell=tell)
-        if error is None:
-            live.close(now)
-        else:
-            live.fail(error)
-        log.info(
-            "request.finished",
-            request_id=generation.request_id,
-            reason=type(error).__name__
-            if error
-            else "+".join(sorted({s.reason.value for s in live.samples if s.reason})),
-            num_prompt_tokens=len(generation.prompt_token_ids),
-            num_cached_tokens=live.num_cached_tokens,
-            num_output_tokens=live.num_output_tokens,
-            queued_s=round((live.started_at or now) - live.arrived_at, 4),
-            ttft_s=round(live.first_token_at - live.arrived_at, 4) if live.first_token_at else None,
-            duration_s=round(now - live.arrived_at, 4),
-        )
-        if not self._live:
-            self._idle.set()
+        self._live.end(live, error, self.now(), frees_id=frees_id)
 
     # Owners before and after us
 
@@ -522,12 +477,11 @@ class Engine:
         return batch
 
     def _wait_for_client(self, live: LiveRequest, grace_s: float) -> None:
-        self._live[live.generation.request_id] = live
-        self._idle.clear()
+        self._live.enter(live)
         if live.is_over:
             self._end(live, None)
         else:
-            self._detach(live, grace_s)
+            self._live.detach(live, self.now() + grace_s)
 
     async def leave_to_next(self, *, timeout_s: float) -> bool:
         """Hand the group over with all that runs in it; say whether every rank knows that it is free.
@@ -547,7 +501,7 @@ class Engine:
             return False
         self._has_failed = True
         is_free = await self._group.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_HANDOVER)
-        for live in list(self._live.values()):
+        for live in self._live:
             if live.started_at is None:
                 self._end(live, NotReady("the control plane hands over to another"), frees_id=True)
             else:
@@ -584,32 +538,15 @@ class Engine:
                 continue
             live.num_losses += request.started
             if live.num_losses <= MAX_MOVES and self.hand_over(live, request.continued()):
-                del self._live[request.request_id]
-        for live in list(self._live.values()):
-            if live.started_at is None:
-                error: ManipleError = GroupLostBeforeStart(
-                    f"the group was lost before the request started: {loss.reason}"
-                )
-            elif is_fenced:
-                error = TakenOver(f"another control plane holds the group: {loss.reason}")
-            elif loss.kind is LossKind.UNPROVEN:
-                error = TakenOver(f"another control plane may hold the group: {loss.reason}")
-            else:
-                error = GroupLost(f"the group was lost: {loss.reason}")
+                self._live.give_away(live)
+        for live in self._live:
+            has_started = live.started_at is not None
+            error = error_of_loss(loss, has_started=has_started)
             # What a lost group held may be sent again under its id; what a new owner holds may not.
-            self._end(live, error, frees_id=not (is_fenced and live.started_at is not None))
-        self._idle.set()
+            self._end(live, error, frees_id=not (is_fenced and has_started))
         self._wake.set()
         self.on_lost(loss)
 
     def _tell_readiness(self) -> None:
         for callback in self._readiness:
             callback(self.ready)
-
-
-def _refused(refusal: scheduled.Refusal, num_prompt_tokens: int) -> ManipleError:
-    if refusal.kind is scheduled.RefusalKind.DUPLICATE:
-        return DuplicateRequest(refusal.sentence)
-    if refusal.kind is scheduled.RefusalKind.QUEUE_FULL:
-        return QueueFull(refusal.sentence, retry_after_s=QUEUE_RETRY_S)
-    return InvalidParameter("prompt", f"{num_prompt_tokens} tokens", refusal.sentence)
