@@ -7,7 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from control_plane.cli.connection import add_sampling_flags, add_server_flag, report, sampling_options, server_address
+from control_plane.cli.connection import (
+    RESUME_FOR_S,
+    add_sampling_flags,
+    add_server_flag,
+    report,
+    sampling_options,
+    server_address,
+)
 from control_plane.cli.generate import stats_line
 from control_plane.exit_codes import OK
 from maniple_client import Chunk, Client, ManipleError, TransportLost
@@ -74,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
     address = server_address(arguments)
     options = {"model": arguments.model, **sampling_options(arguments)}
     on_terminal = sys.stdin.isatty()
-    with Client(address) as client:
+    with Client(address, resume_for_s=RESUME_FOR_S) as client:
         try:
             model = client.get_model(arguments.model)
         except ManipleError as error:

@@ -12,6 +12,8 @@ from maniple_client.channel import DEFAULT_ADDRESS
 from maniple_client.errors import ManipleError, TransportLost
 
 SERVER_VARIABLE = "MANIPLE_SERVER"
+# How long a command looks for a generation whose server is gone: somebody is watching.
+RESUME_FOR_S = 5.0
 
 
 def add_server_flag(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from control_plane.cli.connection import add_sampling_flags, add_server_flag, report, sampling_options, server_address
+from control_plane.cli.connection import (
+    RESUME_FOR_S,
+    add_sampling_flags,
+    add_server_flag,
+    report,
+    sampling_options,
+    server_address,
+)
 from control_plane.exit_codes import FAILURE, INTERRUPTED, OK, USAGE
 from maniple_client import Chunk, Client, Done, GenerationStream, ManipleError
 
@@ -63,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
         text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
         options |= {"messages": [{"role": "user", "content": text}]} if arguments.chat else {"prompt": text}
     address = server_address(arguments)
-    with Client(address) as client:
+    with Client(address, resume_for_s=RESUME_FOR_S) as client:
         try:
             stream = client.generate(model=arguments.model, timeout_s=arguments.timeout_s, **options)
         except ValueError as error:  # a number that no message can hold

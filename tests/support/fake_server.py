@@ -53,6 +53,9 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
     generate: Callable[[inference_pb2.GenerateRequest, grpc.ServicerContext], Iterator[Response]] = (
         lambda request, context: answer("The sky is blue.")
     )
+    resume: Callable[[inference_pb2.ResumeRequest, grpc.ServicerContext], Iterator[Response]] = (
+        lambda request, context: iter(())
+    )
     status: admin_pb2.GetStatusResponse = field(default_factory=lambda: admin_pb2.GetStatusResponse(ready=True))
     model: inference_pb2.GetModelResponse = field(
         default_factory=lambda: inference_pb2.GetModelResponse(
@@ -66,6 +69,11 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
     def Generate(self, request: Any, context: Any) -> Iterator[Response]:
         self.requests.append(request)
         yield from self.generate(request, context)
+
+    def Resume(self, request: Any, context: Any) -> Iterator[inference_pb2.ResumeResponse]:
+        self.requests.append(request)
+        for response in self.resume(request, context):
+            yield inference_pb2.ResumeResponse(response=response)
 
     def Abort(self, request: Any, context: Any) -> Any:
         self.requests.append(request)

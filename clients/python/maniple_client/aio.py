@@ -10,24 +10,41 @@ from typing import Any, Self, Unpack
 import grpc
 import grpc.aio
 
-from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from maniple.v1 import admin_pb2, inference_pb2
 from maniple_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
-from maniple_client.client import _CALL_TIMEOUT_S, _richer
-from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error
+from maniple_client.client import _CALL_TIMEOUT_S
+from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error, richer
 from maniple_client.events import Event, Transcript, event_of
+from maniple_client.recovery import RESUME_FOR_S, Recovery
 from maniple_client.requests import Messages, Options, generate_request, tokenize_request
+from maniple_client.resuming import left_s, open_call, response_of
+from maniple_client.servers import Servers
 
 
 class AsyncGenerationStream:
     """The events of one generation. Iterate it, or await ``text()``; leaving its ``async with`` block cancels.
 
+    When the server is lost or replaced it resumes by itself at another one, or at the same one once that is back: the
+    caller sees a pause, every token once.
+
     Attributes:
         transcript: what has come so far, per sample; complete once the iteration ended.
     """
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(
+        self,
+        servers: Servers[grpc.aio.Channel],
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float | None,
+        resume_for_s: float,
+    ) -> None:
         self.transcript = Transcript()
+        self._servers = servers
+        self._request = request
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._recovery = Recovery(give_up_after_s=resume_for_s, num_addresses=len(servers))
+        self._closed = False
+        self._call = self._open()
         self._events = self._read()
 
     def __aiter__(self) -> AsyncIterator[Event]:
@@ -55,25 +72,51 @@ class AsyncGenerationStream:
 
     def close(self) -> None:
         """Cancel if it still runs: the server frees what it held within a step. Safe to call twice."""
+        self._closed = True
         self._call.cancel()
 
+    def _open(self) -> Any:
+        """Begin the next call: Generate, or Resume once the request has started."""
+        self._server = self._servers.present
+        return open_call(self._server.inference, self._request, self.transcript, left_s(self._deadline))
+
     async def _read(self) -> AsyncIterator[Event]:
+        while True:
+            try:
+                async for event in self._read_call():
+                    yield event
+                return
+            except ManipleError as error:
+                attempt = self._recovery.after(
+                    error, time.monotonic(), has_started=self.transcript.can_resume and not self._closed
+                )
+                if attempt is None:
+                    raise
+                await asyncio.sleep(attempt.delay_s)
+                if self._closed:
+                    raise
+                self._servers.move(attempt.address, self._server)
+            self._call = self._open()
+
+    async def _read_call(self) -> AsyncIterator[Event]:
         in_band: ManipleError | None = None
         try:
-            async for response in self._call:
+            async for message in self._call:
+                response = response_of(message)
                 if response.WhichOneof("event") == "error":
                     in_band = from_stream_error(response.error)
-                elif (event := event_of(response)) is not None:
+                elif (event := self.transcript.news_in(event_of(response))) is not None:
+                    self._recovery.heard()
                     self.transcript.add(event)
                     yield event
         except grpc.RpcError as error:
-            raise _richer(in_band, from_rpc_error(error)) from error
+            raise richer(in_band, from_rpc_error(error)) from error
         if in_band is not None:
             raise in_band
 
 
 class AsyncClient:
-    """A connection to one server, bound to the event loop it is made in.
+    """A connection to a server, or to one of several that take over from each other, bound to its event loop.
 
     Example:
         >>> async with AsyncClient("127.0.0.1:50051") as client:
@@ -83,20 +126,31 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Iterable[str] = DEFAULT_ADDRESS,
         *,
         credentials: grpc.ChannelCredentials | None = None,
         channel: grpc.aio.Channel | None = None,
+        resume_for_s: float = RESUME_FOR_S,
     ) -> None:
-        """Connect lazily to HOST:PORT or unix:PATH, in plaintext unless ``credentials`` are given."""
-        if channel is not None:
-            self._channel = channel
-        elif credentials is not None:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
+        """Connect lazily. Arguments as ``Client``."""
+
+        def connect(target: str) -> grpc.aio.Channel:
+            if credentials is not None:
+                return grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+        self._resume_for_s = resume_for_s
+        self._servers = Servers("" if channel else address, (lambda _: channel) if channel else connect)
+
+    @property
+    def _inference(self) -> Any:
+        stub: Any = self._servers.present.inference
+        return stub
+
+    @property
+    def _admin(self) -> Any:
+        stub: Any = self._servers.present.admin
+        return stub
 
     async def __aenter__(self) -> Self:
         return self
@@ -106,7 +160,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End the connection; what still streams is cancelled."""
-        await self._channel.close()
+        await asyncio.gather(*(channel.close() for channel in self._servers.channels()))
 
     def generate(
         self,
@@ -119,7 +173,7 @@ class AsyncClient:
     ) -> AsyncGenerationStream:
         """Start a generation from text, token ids or a conversation. Arguments as ``Client.generate``."""
         request = generate_request(prompt, token_ids, messages, options)
-        return AsyncGenerationStream(self._inference.Generate(request, timeout=timeout_s))
+        return AsyncGenerationStream(self._servers, request, timeout_s, self._resume_for_s)
 
     async def abort(self, request_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """End a request; its stream ends with reason abort. Return whether it was running."""

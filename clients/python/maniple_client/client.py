@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -11,9 +12,12 @@ import grpc
 
 from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from maniple_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
-from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error
+from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error, richer
 from maniple_client.events import Event, Transcript, event_of
+from maniple_client.recovery import RESUME_FOR_S, Recovery
 from maniple_client.requests import Messages, Options, generate_request, tokenize_request
+from maniple_client.resuming import left_s, open_call, response_of
+from maniple_client.servers import Servers
 
 _CALL_TIMEOUT_S = 30.0
 _Answer = TypeVar("_Answer")
@@ -22,14 +26,28 @@ _Answer = TypeVar("_Answer")
 class GenerationStream:
     """The events of one generation. Iterate it, or take ``text()``; leaving its ``with`` block cancels what still runs.
 
+    When the server is lost or replaced it resumes by itself at another one, or at the same one once that is back: the
+    caller sees a pause, every token once.
+
     Attributes:
         transcript: what has come so far, per sample; complete once the iteration ended.
     """
 
-    def __init__(self, call: Any) -> None:
-        # grpc's stubs do not say that a response-streaming call is both an iterator and an RpcContext.
-        self._call = call
+    def __init__(
+        self,
+        servers: Servers[grpc.Channel],
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float | None,
+        resume_for_s: float,
+    ) -> None:
         self.transcript = Transcript()
+        self._servers = servers
+        self._request = request
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._recovery = Recovery(give_up_after_s=resume_for_s, num_addresses=len(servers))
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._call = self._open()
         self._events = self._read()
 
     def __iter__(self) -> Iterator[Event]:
@@ -57,30 +75,50 @@ class GenerationStream:
 
     def close(self) -> None:
         """Cancel if it still runs: the server frees what it held within a step. Safe to call twice."""
-        self._call.cancel()
+        with self._lock:
+            self._closed.set()
+            self._call.cancel()
+
+    def _open(self) -> Any:
+        """Begin the next call: Generate, or Resume once the request has started."""
+        self._server = self._servers.present
+        return open_call(self._server.inference, self._request, self.transcript, left_s(self._deadline))
 
     def _read(self) -> Iterator[Event]:
+        while True:
+            try:
+                yield from self._read_call()
+                return
+            except ManipleError as error:
+                attempt = self._recovery.after(
+                    error, time.monotonic(), has_started=self.transcript.can_resume and not self._closed.is_set()
+                )
+                if attempt is None or self._closed.wait(attempt.delay_s):
+                    raise
+                self._servers.move(attempt.address, self._server)
+            with self._lock:
+                if not self._closed.is_set():
+                    self._call = self._open()
+
+    def _read_call(self) -> Iterator[Event]:
         in_band: ManipleError | None = None
         try:
-            for response in self._call:
+            for message in self._call:
+                response = response_of(message)
                 if response.WhichOneof("event") == "error":
                     in_band = from_stream_error(response.error)
-                elif (event := event_of(response)) is not None:
+                elif (event := self.transcript.news_in(event_of(response))) is not None:
+                    self._recovery.heard()
                     self.transcript.add(event)
                     yield event
         except grpc.RpcError as error:
-            raise _richer(in_band, from_rpc_error(error)) from error
+            raise richer(in_band, from_rpc_error(error)) from error
         if in_band is not None:
             raise in_band
 
 
-def _richer(in_band: ManipleError | None, status: ManipleError) -> ManipleError:
-    """Prefer the status, which has all details, unless something on the way replaced it."""
-    return in_band if in_band is not None and in_band.reason != status.reason else status
-
-
 class Client:
-    """A connection to one server. Safe to use from several threads.
+    """A connection to a server, or to one of several that take over from each other. Safe to use from several threads.
 
     Example:
         >>> with Client("127.0.0.1:50051") as client:
@@ -91,20 +129,38 @@ class Client:
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Iterable[str] = DEFAULT_ADDRESS,
         *,
         credentials: grpc.ChannelCredentials | None = None,
         channel: grpc.Channel | None = None,
+        resume_for_s: float = RESUME_FOR_S,
     ) -> None:
-        """Connect lazily to HOST:PORT or unix:PATH, in plaintext unless ``credentials`` are given."""
-        if channel is not None:
-            self._channel = channel
-        elif credentials is not None:
-            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        """Connect lazily, in plaintext unless ``credentials`` are given.
+
+        Args:
+            address: HOST:PORT or unix:PATH of a server; or of several, in order of preference.
+            credentials: for TLS.
+            channel: used instead of a new connection to a single address.
+            resume_for_s: how long a broken generation is looked for before its stream raises. 0: it raises at once.
+        """
+
+        def connect(target: str) -> grpc.Channel:
+            if credentials is not None:
+                return grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+            return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+        self._resume_for_s = resume_for_s
+        self._servers = Servers("" if channel else address, (lambda _: channel) if channel else connect)
+
+    @property
+    def _inference(self) -> inference_pb2_grpc.InferenceServiceStub:
+        stub: inference_pb2_grpc.InferenceServiceStub = self._servers.present.inference
+        return stub
+
+    @property
+    def _admin(self) -> admin_pb2_grpc.AdminServiceStub:
+        stub: admin_pb2_grpc.AdminServiceStub = self._servers.present.admin
+        return stub
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +172,8 @@ class Client:
 
     def close(self) -> None:
         """End the connection; what still streams is cancelled."""
-        self._channel.close()
+        for channel in self._servers.channels():
+            channel.close()
 
     def generate(
         self,
@@ -137,7 +194,7 @@ class Client:
             options: how to sample, and how the server treats the request.
         """
         request = generate_request(prompt, token_ids, messages, options)
-        return GenerationStream(self._inference.Generate(request, timeout=timeout_s))
+        return GenerationStream(self._servers, request, timeout_s, self._resume_for_s)
 
     def abort(self, request_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """End a request; its stream ends with reason abort. Return whether it was running."""

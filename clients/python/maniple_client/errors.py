@@ -193,6 +193,11 @@ def from_status(
     )
 
 
+def richer(in_band: ManipleError | None, status: ManipleError) -> ManipleError:
+    """Prefer the status, which has all details, unless something on the way replaced it."""
+    return in_band if in_band is not None and in_band.reason != status.reason else status
+
+
 def from_stream_error(error: errors_pb2.StreamError) -> ManipleError:
     """Return the exception for the in-band form of an error."""
     code = _BY_NUMBER.get(error.code, grpc.StatusCode.UNKNOWN)

@@ -131,6 +131,19 @@ class Transcript:
             case Done():
                 self.done = event
 
+    @property
+    def can_resume(self) -> bool:
+        """Whether the server gave the right to resume."""
+        return self.started is not None and bool(self.started.resume_token)
+
+    def news_in(self, event: Event | None) -> Event | None:
+        """Return the event unless it was told before: a resumed stream says again what began and what ended."""
+        if isinstance(event, Started) and self.started is not None:
+            return None
+        if isinstance(event, Finished) and event.index in self.samples and self.samples[event.index].finished:
+            return None
+        return event
+
     def cursors(self) -> list[inference_pb2.ResumeRequest.Cursor]:
         """Return what ``Resume`` needs to know of what is here already."""
         return [

@@ -1,0 +1,71 @@
+"""Decide what to do about a stream that broke: go on elsewhere, wait, or tell the caller. Pure: time is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maniple_client.errors import Aborted, ManipleError, TransportLost, Unavailable
+
+# A control plane that takes over needs about a second after the lease of the dead one lapsed (3 s); a spare answers at
+# once where to go. Adopted requests wait 30 s for their clients.
+RESUME_FOR_S = 30.0
+_FIRST_DELAY_S = 0.05
+_LAST_DELAY_S = 1.0
+# gRPC's own words where it had no connection to send a call on.
+_NEVER_SENT = "failed to connect to all addresses"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Try again after ``delay_s``: at ``address`` where that is known, else at the next one in turn."""
+
+    delay_s: float
+    address: str = ""
+
+
+class Recovery:
+    """The attempts of one stream. A success starts the count anew."""
+
+    def __init__(self, *, give_up_after_s: float = RESUME_FOR_S, num_addresses: int = 1) -> None:
+        self._give_up_after_s = give_up_after_s
+        self._num_addresses = num_addresses
+        self._broken_since: float | None = None
+        self._delay_s = _FIRST_DELAY_S
+
+    def heard(self) -> None:
+        """The stream brought something: whatever broke before is over."""
+        self._broken_since = None
+        self._delay_s = _FIRST_DELAY_S
+
+    def after(self, error: ManipleError, now: float, *, has_started: bool) -> Attempt | None:
+        """Say what follows an error; None: it is the caller's.
+
+        Args:
+            error: with which a call of Generate or Resume ended.
+            now: in seconds.
+            has_started: the request was in a batch and can be resumed. Before that it may only be sent again where it
+                provably did not run.
+        """
+        if not (self._may_resume(error) if has_started else self._may_send_again(error)):
+            return None
+        if self._broken_since is None:
+            self._broken_since = now
+        elif now - self._broken_since >= self._give_up_after_s:
+            return None
+        address = error.metadata.get("owner_address", "")
+        delay_s = self._delay_s
+        self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
+        return Attempt(delay_s, address)
+
+    @staticmethod
+    def _may_resume(error: ManipleError) -> bool:
+        if isinstance(error, Aborted):
+            return error.reason == "TAKEN_OVER"
+        return isinstance(error, TransportLost | Unavailable)
+
+    def _may_send_again(self, error: ManipleError) -> bool:
+        if "owner_address" in error.metadata:
+            return error.may_retry
+        if self._num_addresses == 1:
+            return False
+        return isinstance(error, Unavailable) or (isinstance(error, TransportLost) and _NEVER_SENT in error.message)
