@@ -34,6 +34,12 @@ class _Place:
     reason: str = ""
     owner_address: str = ""  # where another control plane that has the group answers clients
 
+    def present_state(self) -> str:
+        """Return the state of the group as it is now."""
+        if self.engine is None:
+            return self.state
+        return READY if self.engine.ready else DRAINING if self.engine.not_ready_reason == DRAINING else LOST
+
 
 class Fleet:
     """Holds the present engines by the name of their group. A group that is formed anew brings a new one.
@@ -97,6 +103,11 @@ class Fleet:
     def ready(self) -> bool:
         """Whether new requests are accepted."""
         return any(engine.ready for engine in self._engines())
+
+    def has_settled(self) -> bool:
+        """Whether some group is ready, and every other one is too, or belongs to another control plane."""
+        states = {place.present_state() for place in self._places.values()}
+        return READY in states and states <= {READY, HELD}
 
     @property
     def not_ready_reason(self) -> str:
@@ -242,8 +253,7 @@ class Fleet:
         engine = place.engine
         if engine is None:
             return GroupView(name=name, state=place.state, reason=place.reason, engine=None, limits=None)
-        reason = engine.not_ready_reason
-        state = READY if engine.ready else DRAINING if reason == DRAINING else LOST
+        state, reason = place.present_state(), engine.not_ready_reason
         return GroupView(name=name, state=state, reason=reason, engine=engine.status(), limits=engine.limits)
 
     def _hand_over(self, lost: Engine, live: LiveRequest, request: Request) -> bool:

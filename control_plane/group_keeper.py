@@ -139,12 +139,17 @@ class GroupKeeper:
         if self._engine is not None and self._group is not None and self._group.executor.outlives_owner:
             await self._engine.leave_to_next(timeout_s=timeout_s)
 
-    async def run(self) -> LossReason:
-        """Keep the started group alive; return the last loss when that is given up."""
+    async def run(self, loss: LossReason | None = None) -> LossReason:
+        """Keep the group alive; return the last loss when that is given up.
+
+        Args:
+            loss: why ``start`` failed; None if it did not.
+        """
         while True:
-            await self._lost.wait()
-            assert self._loss is not None
-            loss = self._loss
+            if loss is None:
+                await self._lost.wait()
+                assert self._loss is not None
+                loss = self._loss
             await self._end_life(loss.reason)
             while (delay_s := self._next_delay_s(loss)) is not None:
                 log.warning("group.lost", group=self.name, reason=loss.reason, retry_in_s=delay_s)
@@ -157,8 +162,9 @@ class GroupKeeper:
                     self._fleet.leave(loss.reason, self.name, state=LOST)
                 else:
                     self._on_formed(facts)
+                    loss = None
                     break
-            if delay_s is None:
+            if loss is not None:
                 log.error("group.given_up", group=self.name, reason=loss.reason, failures=self._backoff.num_failures)
                 self._on_lost(loss.reason, None)
                 return loss

@@ -88,7 +88,9 @@ class ControlPlane:
         self._started_at = time.monotonic()
         self._fleet = Fleet("starting")
         self._keepers: list[GroupKeeper] = []
-        self._keeping: list[asyncio.Task[LossReason]] = []  # one of each keeper that has started
+        self._keeping: list[asyncio.Task[LossReason]] = []  # one of each keeper
+        self._news = asyncio.Event()  # a group's state has changed
+        self._is_up = False  # ready was announced
         self._facts: dict[str, GroupFacts] = {}  # of every group as it was formed last, by its name
         self._stopping = threading.Event()  # read by the thread that fetches a model
         self._recorder: DeltaRecorder | None = None
@@ -104,9 +106,12 @@ class ControlPlane:
             check_split(place.path, self._config.tensor_parallel_size)
             text = await _unless_stopped(asyncio.to_thread(load_model_text, place.path), signals)
             await self._open_doors(place, text)
-            await _unless_stopped(self._form_all(place, text), signals)
+            await _unless_stopped(self._start_keeping(place, text), signals)
         except _Interrupted:
             self._stopping.set()
+            if self._fleet.ready:  # some group served already
+                await self._drain_for(signals)
+                return exit_codes.OK
             return exit_codes.INTERRUPTED if signals.first is signal.SIGINT else exit_codes.OK
         except GroupNotFormed as error:
             log.error("group.not_formed", reason=error.loss.reason)
@@ -115,6 +120,7 @@ class ControlPlane:
         except InvalidParameter as error:  # a worker refused the model
             value = getattr(self._config, error.field, self._config.model)
             raise ConfigurationError([(error.field, value, error.rule)]) from error
+        self._is_up = True
         self._announce_ready()
         await _first(signals.stop.wait(), self._all_given_up())
         if not signals.stop.is_set():
@@ -165,22 +171,35 @@ class ControlPlane:
         await self._server.start()
         log.info("server.started", address=self._address)
 
-    async def _form_all(self, place: ModelPlace, text: ModelText) -> None:
-        """Form every group, side by side. One that cannot be formed at all ends the start."""
+    async def _start_keeping(self, place: ModelPlace, text: ModelText) -> None:
+        """Form all groups, side by side, until each is ours or another's. One that cannot be formed ends the start."""
         names = [str(index) for index in range(self._config.num_groups)]
         self._fleet.expect(names)
         self._keepers = [self._keeper(index, name, place, text) for index, name in enumerate(names)]
-        starts = [asyncio.create_task(self._start(keeper)) for keeper in self._keepers]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+        self._fleet.on_readiness(lambda ready: self._news.set())
+        for keeper in self._keepers:
+            task = asyncio.create_task(self._keep(keeper), name=f"keeper-{keeper.name}")
+            task.add_done_callback(lambda _: self._news.set())
+            self._keeping.append(task)
+        while not self._fleet.has_settled():
+            for task in self._keeping:
+                if task.done():
+                    task.result()  # raises why its group cannot be formed
+            self._news.clear()
+            await self._news.wait()
 
-    async def _start(self, keeper: GroupKeeper) -> None:
-        self._facts[keeper.name] = await keeper.start()
-        self._keeping.append(asyncio.create_task(keeper.run(), name=f"keeper-{keeper.name}"))
+    async def _keep(self, keeper: GroupKeeper) -> LossReason:
+        """Bring a group to life and keep it so. One that was waited for may come long after the others."""
+        try:
+            facts = await keeper.start()
+        except GroupNotFormed as error:
+            if not self._is_up:
+                raise
+            return await keeper.run(error.loss)
+        self._facts[keeper.name] = facts
+        if self._is_up:
+            self._announce_ready()
+        return await keeper.run()
 
     def _keeper(self, index: int, name: str, place: ModelPlace, text: ModelText) -> GroupKeeper:
         config = self._config
