@@ -16,3 +16,15 @@ def ray_cluster() -> Iterator[None]:
 
     with cluster.ray_cluster():
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what needs Ray first, one after another: with pytest-xdist one process alone then starts a cluster."""
+    items.sort(key=lambda item: not _needs_ray(item))
+
+
+def _needs_ray(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return "ray_cluster" in getattr(item, "fixturenames", ()) or (
+        callspec is not None and callspec.params.get("kind") == "ray"
+    )

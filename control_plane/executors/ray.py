@@ -17,7 +17,7 @@ from control_plane.executors.grpc_rank import GrpcRank
 from control_plane.executors.ray_place import NoPlace, Place, connect, find_or_make, give_back
 from control_plane.executors.worker_addresses import beside
 from control_plane.executors.worker_settings import WorkerSettings
-from maniple.v1 import rank_health_pb2
+from maniple.v1 import rank_health_pb2, worker_pb2
 from service_chassis.errors import clip
 from service_chassis.ids import Rank
 from service_chassis.telemetry import get_logger
@@ -26,6 +26,9 @@ log = get_logger()
 
 # How long after a broken connection Ray's news of an exit may take.
 _EXIT_NEWS_S = 1.0
+# A rank that just said where it listens, or was found, answers at once.
+_ANSWER_S = 5.0
+_RETRY_S = 0.1
 # An actor that does not answer within this time after its grace is killed.
 _ACTOR_ANSWER_S = 2.0
 
@@ -95,17 +98,26 @@ class RayExecutor(Executor):
             raise RankCallError(late, "start", cause, error=error) from error
 
     async def _start_rank(self, rank: Rank, actor: Any) -> None:
-        try:
-            target, health_address, pid = await _reply(actor.start.remote(self._settings))
-        except Exception as error:  # what an actor raised comes as a class made for it
-            raise RankCallError(rank, "start", _actor_failure(error), error=error) from error
-        limit = self._settings.max_step_message_bytes
-        self._reached[rank] = GrpcRank(rank, target, beside(target, health_address), max_message_bytes=limit)
-        self._pids[rank] = pid
+        """Start or find the rank in its actor, and hear it answer. One that is just dying is started anew."""
+        while rank not in self._reached:
+            try:
+                target, health_address, pid = await _reply(actor.start.remote(self._settings))
+            except Exception as error:  # what an actor raised comes as a class made for it
+                raise RankCallError(rank, "start", _actor_failure(error), error=error) from error
+            limit = self._settings.max_step_message_bytes
+            reached = GrpcRank(rank, target, beside(target, health_address), max_message_bytes=limit)
+            try:
+                await reached.call("Describe", worker_pb2.DescribeRequest(), timeout_s=_ANSWER_S)
+            except (ConnectionError, TimeoutError) as error:
+                log.warning("rank.not_answering", rank=rank, address=target, reason=str(error))
+                await reached.close()
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._reached[rank], self._pids[rank] = reached, pid
         # Asked once, answered at the end: Ray tells us, and nobody polls.
         watch = _watch(self._exits, self._exited, rank, actor.wait_for_end.remote())
         self._watches[rank] = asyncio.create_task(watch, name=f"exit-of-rank-{rank}")
-        log.info("rank.found", rank=rank, address=target, pid=pid)
+        log.info("rank.found", rank=rank, address=self._reached[rank].target, pid=self._pids[rank])
 
     async def call(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> Message:
         """Call one rank; a broken connection is explained by the end of its process where that is the reason."""

@@ -58,6 +58,8 @@ class RankActor:
             RuntimeError: it ended before it listened; the text says how.
         """
         async with self._lock:
+            if self._child is not None and _has_ended(self._child.pid):
+                await self._child.wait()  # nobody told us yet
             if self._child is None or self._child.exit_code is not None:
                 self._close_lifeline()
                 await self._start(settings)
@@ -119,3 +121,11 @@ class RankActor:
         if self._lifeline_fd >= 0:
             os.close(self._lifeline_fd)
             self._lifeline_fd = -1
+
+
+def _has_ended(pid: int) -> bool:
+    """Look whether a child has ended, and leave it to be waited for."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True

@@ -111,6 +111,7 @@ async def test_released_ranks_form_the_next_group_at_once_with_the_model_they_ha
             await live.run_steps(3)
             live.assert_tokens_exact()
             pids.append([live.executor.describe_rank(rank)[1] for rank in live.executor.ranks])
+            assert await live.group.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_RELEASE)
             await live.group.teardown("the control plane ends")
         assert pids[0] == pids[1]
         assert all(map(is_alive, pids[0]))

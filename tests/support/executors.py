@@ -67,8 +67,8 @@ async def ranks_behind(
 async def _leave_actors(made: list[Executor]) -> None:
     """End the ranks and leave their actors, which take seconds to start, for the next test."""
     for executor in made:
-        pids = pids_of(executor)
         executor.let_go()
+        pids = pids_of(executor)
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
