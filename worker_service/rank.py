@@ -268,6 +268,8 @@ class Rank:
             yield part
 
     def _on_step_failed(self, step: int, error: Exception) -> None:
+        if self._steps.batch is None:
+            return  # it waited in a collective of a formation that was left, and leaving ended that
         self._fail(failure_of(error, step=step))
 
     def _fail(self, failure: Failure) -> None:

@@ -100,8 +100,9 @@ class StepLoop:
         return call.future
 
     def forget_rows(self) -> None:
-        """Drop all rows; weights and memory stay. Device thread."""
+        """Drop all rows; weights and memory stay. What went wrong with them is forgotten too. Device thread."""
         self._row_keys.clear()
+        self._failed = False
         self._token_digest = 0
         if self.runner is not None:
             self.runner.reset()

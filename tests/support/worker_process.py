@@ -157,6 +157,7 @@ class DeltaMaker:
             num_prefill_tokens=len(prompt),
             num_scheduled_tokens=len(prompt),
             sampling=sampling_pb2.RowSampling(top_p=1.0, repetition_penalty=1.0, seed=7),
+            control_blob=f"blob of row {row}".encode(),
         )
         new.blocks.add().replace.ids.extend(blocks)
         self.digest.add(row, key)
