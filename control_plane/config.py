@@ -157,8 +157,8 @@ class ControlPlaneConfig:
     cached, unless that one is overloaded; the requests of a lost group go on in another."""
 
     max_groups: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0), metavar="GROUPS")
-    """Groups that this control plane owns at most, where --worker-addresses names several; the others are left to other
-    control planes. 0: all of them."""
+    """Groups that this control plane owns at most at a time, of those in --worker-addresses; the others are left to
+    other control planes. 0: all that are free."""
 
     on_group_loss: str = setting("reform", topic=GROUP, read=read_text, rule=one_of("reform", "exit"))
     """What follows the loss of a group: reform (start it anew, after half a second and then ever more) or exit (leave
@@ -230,9 +230,8 @@ class ControlPlaneConfig:
 
     @property
     def num_groups(self) -> int:
-        """How many groups this control plane owns."""
-        num_known = len(self.worker_addresses) or self.data_parallel_size
-        return min(num_known, self.max_groups) if self.max_groups else num_known
+        """How many groups this control plane knows."""
+        return len(self.worker_addresses) or self.data_parallel_size
 
     @property
     def is_scripted(self) -> bool:
@@ -267,6 +266,8 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
                 f"must be the number of groups in worker_addresses, {len(config.worker_addresses)}",
             )
         )
+    if config.max_groups and not config.worker_addresses:
+        faults.append(("max_groups", config.max_groups, "needs worker_addresses: other groups are this process's own"))
     for name in ("heartbeat_timeout_s", "lease_s"):
         # Two lost reports in a row must not look like a death.
         least = 2 * max(config.report_interval_s, config.idle_report_interval_s)

@@ -27,9 +27,11 @@ from control_plane.doors import admin, health, inference, vllm_engine
 from control_plane.doors.converters import draw_seed
 from control_plane.doors.served_model import ServedModel
 from control_plane.fleet import Fleet
+from control_plane.group.allowance import Allowance
 from control_plane.group.backoff import Backoff
 from control_plane.group.loss import GroupNotFormed, LossReason
 from control_plane.group.settings import GroupFacts
+from control_plane.group.worker_group import WorkerGroup
 from control_plane.group_keeper import GroupKeeper, OnGroupLoss
 from control_plane.model_split import check_split
 from control_plane.model_store import ModelPlace, resolve_model
@@ -87,6 +89,7 @@ class ControlPlane:
         self._announce = announce
         self._started_at = time.monotonic()
         self._fleet = Fleet("starting")
+        self._allowance = Allowance(config.max_groups)
         self._keepers: list[GroupKeeper] = []
         self._keeping: list[asyncio.Task[LossReason]] = []  # one of each keeper
         self._news = asyncio.Event()  # a group's state has changed
@@ -209,10 +212,15 @@ class ControlPlane:
             self._facts[name] = facts
             self._announce_ready()
 
+        def make_group() -> WorkerGroup:
+            made = build_group(config, place.path, self._address, group=index, recorder=self._recorder)
+            made.allowance = self._allowance
+            return made
+
         return GroupKeeper(
             name,
             fleet=self._fleet,
-            make_group=lambda: build_group(config, place.path, self._address, group=index, recorder=self._recorder),
+            make_group=make_group,
             make_engine=lambda alive, adopted, survivors: build_engine(
                 config,
                 alive,

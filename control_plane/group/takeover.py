@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from control_plane.executors.base import Executor, RankCallError
+from control_plane.group.allowance import Allowance
 from control_plane.group.batch_snapshot import BatchSnapshot, SnapshotUnreadable, read_snapshot
 from control_plane.group.claim import Grant, HeldByOther, claim, describe_all
 from control_plane.group.leveling import Standing, find_standing, reach_level
@@ -48,6 +49,7 @@ async def claim_when_free(
     settings: GroupSettings,
     *,
     owner_id: str,
+    allowance: Allowance,
     on_held: Callable[[str, str], None],
     is_over: Callable[[], bool],
 ) -> Grant:
@@ -57,6 +59,7 @@ async def claim_when_free(
         executor: started.
         settings: of the group.
         owner_id: of this control plane.
+        allowance: of this control plane; counted in where it claims.
         on_held: told, with a reason and the owner's address, whenever who holds the group has changed.
         is_over: True ends the waiting.
 
@@ -74,13 +77,16 @@ async def claim_when_free(
         described = await describe_all(executor, timeout_s())
         _check_model(described, settings.model)
         held = _holder(described, settings.lease_s)
+        if held is None and (reason := allowance.take(owner_id)):
+            held = (reason, "")
         if held is None:
             try:
                 return await claim(executor, settings, owner_id=owner_id, left_s=timeout_s)
             except HeldByOther as error:
+                allowance.give_back(owner_id)
                 log.info("claim.refused", owner_id=owner_id, reason=str(error))
                 held = (str(error), error.owner_address)
-        if held[1] != (said and said[1]):
+        if said is None or held[1] != said[1]:
             said = held
             on_held(*held)
         await asyncio.sleep(POLL_S)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from control_plane.executors.base import Executor, RankCallError, RankExit
+from control_plane.group.allowance import Allowance
 from control_plane.group.batch_snapshot import BatchSnapshot
 from control_plane.group.claim import Grant
 from control_plane.group.formation import Formation, ProgressCallback
@@ -64,6 +65,7 @@ class WorkerGroup:
         self.on_health: Callable[[bool, str], None] = lambda healthy, reason: None
         self.healthy = False  # since form() returned, and as the watchdog sees it; the reason beside it is for people
         self.health_reason = "the group is not formed"
+        self.allowance = Allowance()  # of the control plane
         self.loss: LossReason | None = None
         self.facts: GroupFacts | None = None
         self._owner_id = owner_id
@@ -134,6 +136,7 @@ class WorkerGroup:
                 executor,
                 settings,
                 owner_id=self._owner_id,
+                allowance=self.allowance,
                 on_held=on_held,
                 is_over=lambda: self._teardown is not None,
             )
@@ -396,6 +399,7 @@ class WorkerGroup:
             self.executor.let_go()
         if not is_others or self.executor.outlives_owner:
             await self.executor.shutdown(grace_s=self.settings.teardown_grace_s)
+        self.allowance.give_back(self._owner_id)
         epoch = self._tenure.epoch if self._tenure is not None else Epoch(0)
         log.info("group.ended", epoch=epoch, reason=reason, duration_s=round(time.monotonic() - started_at, 3))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from service_chassis.protocol.block_hash import namespace_of
 from support.engine_harness import collect, generation
 from support.faults import model_with
 from support.fleet_harness import RunningFleet, running_fleet
+from support.remote_ranks import remote_ranks
 from support.scripted_reference import greedy
 from support.serve_process import NOT_SERVING, SERVING, Caller, serving
 from support.waiting import until
@@ -143,6 +145,29 @@ async def test_server_of_two_groups_loses_one_and_no_client_notices() -> None:
             await caller.healthy(SERVING, within_s=20.0)
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
+
+
+async def test_two_control_planes_share_groups_and_one_takes_what_the_other_leaves(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with remote_ranks(directory=tmp_path / "a") as a, remote_ranks(directory=tmp_path / "b") as b:
+        flags = ("--model", SLOW, "--worker-addresses", f"{a.addresses[0]};{b.addresses[0]}")
+        with serving(*flags, "--max-groups", "1") as first:
+            async with Caller(first) as caller, asyncio.timeout(30):
+                states = sorted(group.state for group in (await caller.status()).groups)
+                assert states == ["held", "ready"]  # whichever was quicker
+            with serving(*flags) as second:
+                async with Caller(second) as caller, asyncio.timeout(60):
+                    states = sorted(group.state for group in (await caller.status()).groups)
+                    assert states == ["held", "ready"]  # what the first may not have
+                    assert (await caller.generate("r", [5, 6], 5).end()).token_ids == greedy([5, 6], 5)
+                    first.close()
+                    await asyncio.to_thread(second.hear, Ready, 2)
+                    assert {group.state for group in (await caller.status()).groups} == {"ready"}
+                    streams = [caller.generate(f"s{n}", [7, n], 20) for n in range(4)]
+                    await asyncio.gather(*(stream.end() for stream in streams))
+                    assert [stream.token_ids for stream in streams] == [greedy([7, n], 20) for n in range(4)]
+                    assert all(group.step > 0 for group in (await caller.status()).groups)
 
 
 def test_server_does_not_start_when_one_of_its_groups_cannot_be_formed() -> None:

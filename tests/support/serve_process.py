@@ -37,6 +37,7 @@ class ServeProcess:
             [*command, "--listen", "127.0.0.1:0", *words], stdout=subprocess.PIPE, text=True
         )
         self.announced: list[Announcement] = []
+        self._owns_workers = "--worker-addresses" not in words  # else they are others', and outlive it
         self.pids: set[int] = set()  # of every worker that was seen
         self.directories: set[Path] = set()  # with their sockets
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -78,7 +79,7 @@ class ServeProcess:
         self.process.wait(10)
         self._reader.join(5)
         deadline = time.monotonic() + 5.0
-        while left := [*filter(is_alive, self.pids), *filter(Path.exists, self.directories)]:
+        while self._owns_workers and (left := [*filter(is_alive, self.pids), *filter(Path.exists, self.directories)]):
             assert time.monotonic() < deadline, f"{left} outlived it"
             time.sleep(0.01)
 

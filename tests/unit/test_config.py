@@ -209,7 +209,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     assert model_faults(str(path)) == [("model", str(path), "is a file, but not a .gguf file")]
 
 
-def test_number_of_groups_follows_from_addresses_or_size_within_the_limit() -> None:
+def test_number_of_groups_follows_from_addresses_or_size() -> None:
     def groups(**values: object) -> int:
         return ControlPlaneConfig(model="scripted", **values).num_groups  # type: ignore[arg-type]
 
@@ -217,7 +217,8 @@ def test_number_of_groups_follows_from_addresses_or_size_within_the_limit() -> N
     assert groups(data_parallel_size=3) == 3
     three = (("a:1",), ("b:1",), ("c:1",))
     assert groups(worker_addresses=three) == groups(worker_addresses=three, data_parallel_size=3) == 3
-    assert groups(worker_addresses=three, max_groups=2) == 2
-    assert groups(worker_addresses=three, max_groups=5) == 3
+    assert groups(worker_addresses=three, max_groups=2) == 3  # it knows three, and owns two at a time
+    with pytest.raises(ConfigurationError, match="needs worker_addresses"):
+        groups(data_parallel_size=2, max_groups=1)
     with pytest.raises(ConfigurationError, match="must be the number of groups in worker_addresses, 3"):
         groups(worker_addresses=three, data_parallel_size=2)
