@@ -404,9 +404,10 @@ class WorkerGroup:
         log.info("group.ended", epoch=epoch, reason=reason, duration_s=round(time.monotonic() - started_at, 3))
 
     async def _leave_to_next(self) -> None:
-        """Say that we go, to ranks that wait for the next owner: with the prefix cache, where there is one."""
+        """Say that we go, to ranks that wait for the next owner: with their batch, where they have one."""
         goodbye = worker_pb2.StepsRequest.Goodbye
-        await self.goodbye(goodbye.KIND_HANDOVER if self.facts is not None else goodbye.KIND_RELEASE)
+        keeps_it = self.facts is not None or self._continues
+        await self.goodbye(goodbye.KIND_HANDOVER if keeps_it else goodbye.KIND_RELEASE)
 
     async def _dismiss(self, tenure: Tenure, stream: RankStream, reason: str) -> None:
         """Tell a rank to go: on its stream, or by a call where that is broken. One that is gone needs no telling."""
