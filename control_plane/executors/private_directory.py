@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "maniple-"
+_PREFIX = "maniple-ranks-"
 # A socket's path has at most 107 bytes, and our names inside take fewer than 30.
 _LONGEST = 107 - 30
 
@@ -39,7 +39,8 @@ class PrivateDirectory:
 def _sweep(base: Path) -> None:
     for path in base.glob(f"{_PREFIX}*"):
         try:
-            if path.stat(follow_symlinks=False).st_uid != os.getuid():
+            # Whatever its name: what holds anything but sockets was not made here.
+            if path.stat(follow_symlinks=False).st_uid != os.getuid() or not all(map(Path.is_socket, path.iterdir())):
                 continue
             lock_fd = _lock(path)
         except OSError:  # removed meanwhile, or no directory

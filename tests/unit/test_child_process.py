@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -116,3 +117,17 @@ def test_private_directory_sweeps_what_killed_makers_left_and_nothing_else(monke
         assert not list(base.iterdir())
     finally:
         base.rmdir()
+
+
+def test_private_directory_leaves_a_users_directory_of_a_like_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Path(subprocess.check_output(["mktemp", "-d", "/tmp/base-XXXXXX"], text=True).strip())
+    monkeypatch.setattr("tempfile.tempdir", str(base))
+    try:
+        for name in ("maniple-models", "maniple-ranks-models"):
+            (base / name).mkdir()
+            (base / name / "weights").write_text("nobody holds a lock on this")
+        PrivateDirectory().remove()
+        assert (base / "maniple-models" / "weights").exists()
+        assert (base / "maniple-ranks-models" / "weights").exists()
+    finally:
+        shutil.rmtree(base)
