@@ -5,7 +5,7 @@ from __future__ import annotations
 from service_chassis.errors import InvalidParameter
 from service_chassis.scripted import parse_scripted
 from worker_service.config import WorkerConfig
-from worker_service.platforms.openmp import let_waiting_threads_sleep
+from worker_service.platforms.openmp import bound_spinning
 from worker_service.runner import ModelRunner
 
 
@@ -16,7 +16,7 @@ def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
         from worker_service.scripted import ScriptedRunner
 
         return ScriptedRunner(options, rank=config.rank)
-    let_waiting_threads_sleep()
+    bound_spinning()
     try:
         import torch  # noqa: F401
     except ImportError:
