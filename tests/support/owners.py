@@ -14,6 +14,7 @@ from control_plane.config import ControlPlaneConfig, resolve_auto
 from control_plane.engine import Engine
 from control_plane.executors.base import StepsConnection
 from control_plane.executors.remote import RemoteExecutor
+from control_plane.fleet import Fleet
 from control_plane.generation import Chunk, Cursor, Generation, SampleFinished, Started
 from control_plane.generation_stream import GenerationStream
 from control_plane.group.settings import GroupSettings
@@ -151,6 +152,12 @@ class Owner:
             await self.group._tenure.end()
         await self.executor.shutdown(grace_s=0)
 
+    async def resume(
+        self, request_id: RequestId, token: bytes, identity: str, cursors: Sequence[Cursor]
+    ) -> GenerationStream:
+        """As ``Fleet.resume``, for what runs here."""
+        return self.engine.resume(request_id, token, identity, cursors)
+
     async def leave(self) -> None:
         """End in good order."""
         if self._loop is not None:
@@ -169,20 +176,20 @@ class Reader:
         self.token_ids: list[int] = []
         self.finished: SampleFinished | None = None
         self.ends: list[ManipleError | None] = []  # of each stream
-        self._token = b""
+        self.token = b""  # to resume with
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self, owner: Owner, generation: Generation) -> Reader:
         self._task = asyncio.create_task(self._read(await owner.engine.generate(generation)))
         return self
 
-    async def resume(self, owner: Owner) -> Reader:
-        """Leave the stream of before, if there is one, and go on at another owner."""
+    async def resume(self, where: Owner | Fleet) -> Reader:
+        """Leave the stream of before, if there is one, and go on elsewhere."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         cursor = Cursor(index=0, num_tokens=len(self.token_ids))
-        stream = owner.engine.resume(self.request_id, self._token, "", [cursor])
+        stream = await where.resume(self.request_id, self.token, "", [cursor])
         self._task = asyncio.create_task(self._read(stream))
         return self
 
@@ -191,7 +198,7 @@ class Reader:
             async for event in stream:
                 match event:
                     case Started():
-                        self._token = bytes.fromhex(event.resume_token)
+                        self.token = bytes.fromhex(event.resume_token)
                     case Chunk():
                         self.token_ids += event.token_ids
                         assert self.token_ids == self.expected[: len(self.token_ids)], "missing, repeated or wrong"
