@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from control_plane.scheduling.adoption import first_end
 from control_plane.scheduling.request import FinishReason
 from support.delta_traffic import LIMITS, OPERATIONS
 from support.slot_hash_worker import VOCAB, make_request, solo
@@ -125,3 +126,60 @@ def test_prefix_of_a_request_that_left_is_hit_after_a_takeover():
     assert again.num_cached_tokens == 20
     expected, _ = solo(again, 0, bench.longest)
     assert bench.outputs[again, 0] == expected
+
+
+def test_prefix_of_a_row_that_still_runs_is_hit_after_a_takeover():
+    bench = WatchedBench(block_size=4)
+    prompt = list(range(21))
+    bench.add(make_request("first", prompt, 20))
+    for _ in range(4):
+        bench.turn()
+    bench = bench.taken_over()
+    again = bench.add(make_request("second", prompt, 3))
+    bench.run()
+    assert again.num_cached_tokens == 20
+    check(bench, set(), {"first", "second"})
+
+
+def test_row_that_ran_past_its_end_leaves_with_the_tokens_that_count():
+    stop_at = 5
+    request = make_request("r", [3, 4, 5], 20)
+    output, _ = solo(request, 0, 120)
+    stop_id = next(output[at] for at in range(stop_at, 20) if output.index(output[at]) == at)
+    request = make_request("r", [3, 4, 5], 20, stop_ids=frozenset({stop_id}))
+    expected, reason = solo(request, 0, 120)
+    bench = WatchedBench(max_steps_in_flight=4)
+    bench.add(request)
+    while len(bench.outputs[request, 0]) < len(expected) - 1:
+        bench.turn()
+    while bench.send() is not None:  # the step that stops it, and steps after it, are on their way when it dies
+        pass
+    known = bench.snapshot().rows[0]
+    bench = bench.taken_over()
+    assert len(bench.worker.known_tokens(known.req_index)) > 3 + len(expected), "nothing was sampled past the end"
+    (adopted,) = (one for one, _ in bench.outputs)
+    assert (bench.outputs[adopted, 0], bench.reasons[adopted, 0]) == (expected, reason)
+    bench.flush()
+    (end,) = bench.plans[-1].finished
+    assert end.num_tokens == 3 + len(expected)
+    bench.run()
+    bench.check_empty()
+    (stone,) = bench.snapshot().buried
+    assert list(stone.token_ids[3:]) == expected
+
+
+@pytest.mark.parametrize(
+    ("output", "end"),
+    [
+        ([1, 2, 3], None),
+        ([1, 9, 3], (FinishReason.STOP, 2, 9)),
+        ([9, 1, 9, 9], (FinishReason.STOP, 3, 9)),  # the first is among min_tokens
+        ([1, 2, 3, 4], (FinishReason.LENGTH, 4, None)),
+        ([1, 2, 3, 9], (FinishReason.STOP, 4, 9)),  # as in a step: the stop id wins over the limit
+        ([1, 2, 3, 4, 9], (FinishReason.LENGTH, 4, None)),
+        ([], None),
+    ],
+)
+def test_end_of_an_output_is_where_its_rules_first_say_so(output, end):
+    request = make_request("r", [7, 7], 4, min_tokens=1, stop_ids=frozenset({9}))
+    assert first_end(request, output, limit=6) == end

@@ -12,6 +12,7 @@ from typing import Any
 from control_plane.assembly import build_engine, build_group
 from control_plane.config import ControlPlaneConfig, resolve_auto
 from control_plane.engine import Engine
+from control_plane.engine_status import RequestIds
 from control_plane.generation import Chunk, Done, Generation, SampleFinished, SamplingChoice, Started, TextChoice
 from control_plane.generation_stream import GenerationStream
 from control_plane.text.model_text import load_model_text
@@ -26,14 +27,16 @@ def scripted(**options: Any) -> str:
 
 
 @asynccontextmanager
-async def running_engine(model: str = "scripted", **config: Any) -> AsyncIterator[Engine]:
+async def running_engine(
+    model: str = "scripted", *, ids: RequestIds | None = None, **config: Any
+) -> AsyncIterator[Engine]:
     """Form a group, run an engine on it, and check the books when the block ends."""
     # One thread: tests run side by side, and threads of one step that wait for each other crawl on shared cores.
     config = {"executor": "uni", "device": "cpu", "num_threads": 1, **config}
     resolved = resolve_auto(ControlPlaneConfig(model=model, **config), has_gpu=False, on_terminal=False)
     group = build_group(resolved, model, "")
     facts = await group.form()
-    engine = build_engine(resolved, group, facts, load_model_text(model).tokenizer)
+    engine = build_engine(resolved, group, facts, load_model_text(model).tokenizer, ids)
     loop = asyncio.create_task(engine.run())
     try:
         yield engine

@@ -27,7 +27,7 @@ class FormedExecutor(FakeExecutor):
         self.owner_address = "other:1" if formed else ""
         self.silent_for_ms = 60_000
         self.model = "fake"
-        self.token_digest = 77
+        self.token_digests = [77] * world_size
         self.refusals: dict[int, int] = {}  # rank -> how often its Join is still refused as held
         self.snapshots_of: list[int] = []
         self.snapshot_step: int | None = None  # None: the right one
@@ -94,11 +94,11 @@ class FormedExecutor(FakeExecutor):
         self.snapshots_of.append(int(rank))
         step = fake.completed if self.snapshot_step is None else self.snapshot_step
         header = worker_pb2.SnapshotResponse.Header(
-            step=step, state_digest=fake.state_digest, token_digest=self.token_digest
+            step=step, state_digest=fake.state_digest, token_digest=self.token_digests[rank]
         )
         yield worker_pb2.SnapshotResponse(header=header)
 
     async def watch_health(self, rank: Rank, epoch: int) -> AsyncIterator[rank_health_pb2.RankReport]:
         async for report in super().watch_health(rank, epoch):
-            report.token_digest = self.token_digest
+            report.token_digest = self.token_digests[rank]
             yield report

@@ -104,11 +104,15 @@ async def test_rank_outside_the_formation_is_lost_and_nothing_is_relayed_to_it()
     assert all(fake.raw_deltas == [] for fake in executor.fakes)
 
 
-async def test_ranks_that_diverged_are_asked_what_they_know_and_then_told_to_leave() -> None:
+@pytest.mark.parametrize("digest", ["state", "token"])
+async def test_ranks_that_diverged_are_asked_what_they_know_and_then_told_to_leave(digest: str) -> None:
     executor = FormedExecutor()
     executor.let_accept(0, *deltas(6))
     executor.let_accept(1, *deltas(6))
-    executor.fakes[1].state_digest = 999
+    if digest == "state":
+        executor.fakes[1].state_digest = 999
+    else:
+        executor.token_digests[1] = 999
     error = await refused(executor)
     assert "diverged" in error.loss.reason
     assert error.survivors is not None
