@@ -101,6 +101,10 @@ class ControlPlaneConfig:
     """Where clients connect: HOST:PORT or unix:PATH; port 0 takes a free one. Loopback by default, since there is no
     authentication on this port."""
 
+    advertise_address: str = setting("", topic=SERVER, read=read_text, metavar="ADDRESS")
+    """Where clients and other control planes reach this one, told to them when another one is asked for a group of
+    ours. Default: --listen, which must then be an address and no wildcard such as 0.0.0.0."""
+
     max_message_bytes: int = setting(4 * 2**20, topic=SERVER, read=read_size, rule=at_least(2**16, at_most=2**30))
     """Largest message a client may send. 4 MiB holds a million token ids, and is what gRPC clients allow by default."""
 

@@ -213,7 +213,8 @@ class ControlPlane:
             self._announce_ready()
 
         def make_group() -> WorkerGroup:
-            made = build_group(config, place.path, self._address, group=index, recorder=self._recorder)
+            address = config.advertise_address or self._address
+            made = build_group(config, place.path, address, group=index, recorder=self._recorder)
             made.allowance = self._allowance
             return made
 
