@@ -96,7 +96,7 @@ class Owner:
     def __init__(self, addresses: Sequence[str], *, dies_after: str = "", **settings: Any) -> None:
         self.point = Point(dies_after)
         self.executor = MortalExecutor(addresses, self.point)
-        values = {
+        values: dict[str, Any] = {
             "model": MODEL,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
@@ -110,9 +110,8 @@ class Owner:
             **settings,
         }
         self.group = WorkerGroup(self.executor, GroupSettings(**values), owner_id=f"owner-{id(self)}")
-        self._config = resolve_auto(
-            ControlPlaneConfig(model=MODEL, executor="uni", device="cpu"), has_gpu=False, on_terminal=False
-        )
+        config = ControlPlaneConfig(model=str(values["model"]), executor="uni", device="cpu")
+        self._config = resolve_auto(config, has_gpu=False, on_terminal=False)
         self.adopted: Adopted | None = None
         self._engine: Engine | None = None
         self._loop: asyncio.Task[None] | None = None
@@ -135,7 +134,7 @@ class Owner:
 
     async def _start(self) -> None:
         self.adopted = await self.group.adopt()
-        tokenizer = load_model_text(MODEL).tokenizer
+        tokenizer = load_model_text(MODEL).tokenizer  # a model of weights is asked for ids alone here
         self._engine = build_engine(
             self._config, self.group, self.adopted.facts, tokenizer, adopted=self.adopted.snapshot
         )
@@ -177,6 +176,7 @@ class Reader:
         self.finished: SampleFinished | None = None
         self.ends: list[ManipleError | None] = []  # of each stream
         self.token = b""  # to resume with
+        self.is_exact = True  # False: where rounding may part two runs, only the count is known
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self, owner: Owner, generation: Generation) -> Reader:
@@ -201,7 +201,8 @@ class Reader:
                         self.token = bytes.fromhex(event.resume_token)
                     case Chunk():
                         self.token_ids += event.token_ids
-                        assert self.token_ids == self.expected[: len(self.token_ids)], "missing, repeated or wrong"
+                        known = self.expected[: len(self.token_ids)]
+                        assert not self.is_exact or self.token_ids == known, "missing, repeated or wrong"
                     case SampleFinished():
                         assert self.finished is None
                         self.finished = event
