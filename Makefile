@@ -27,7 +27,7 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test serve setup lint gen check-gen breaking bench-serve bench-steps clean
+.PHONY: help demo test serve setup lint gen check-gen breaking bench-serve bench-steps bench-faults soak clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -72,6 +72,12 @@ bench-serve: $(STAMP) ## latency and throughput of a server; BENCH_ARGS, see ben
 
 bench-steps: $(STAMP) ## the cost of one steady step; BENCH_ARGS, see bench/README.md
 	@$(BIN)/python bench/steps.py $(BENCH_ARGS)
+
+bench-faults: $(STAMP) ## what clients notice of faults, and for how long; BENCH_ARGS, see bench/README.md
+	@$(BIN)/python bench/faults.py $(BENCH_ARGS)
+
+soak: $(STAMP) ## ten minutes of random faults under load; BENCH_ARGS="--duration-s 60" for a short one
+	@$(BIN)/python bench/soak.py $(BENCH_ARGS)
 
 clean: ## remove .venv and caches (not the fetched models)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache ./*.egg-info

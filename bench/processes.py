@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 _MARK = "MANIPLE_BENCH_MARK"
+# Semaphores of Python's multiprocessing, which no server here uses: a neighbour's.
+_OF_MULTIPROCESSING = "sem.mp-"
 
 
 def is_alive(pid: int) -> bool:
@@ -43,6 +45,11 @@ def tree(root: int) -> set[int]:
     while more := {pid for pid, parent in of.items() if parent in found} - found:
         found |= more
     return found
+
+
+def children_of(pid: int) -> set[int]:
+    """Return the direct children of a process."""
+    return {child for child, parent in parents().items() if parent == pid}
 
 
 def title_of(pid: int) -> str:
@@ -89,7 +96,8 @@ class Surroundings:
 
     def shared_memory(self) -> list[str]:
         """Return files in /dev/shm that are new and that no living process holds: those are leaks, ours or not."""
-        new = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} - {f"/dev/shm/{name}" for name in self._shm}
+        names = {name for name in os.listdir("/dev/shm") if not name.startswith(_OF_MULTIPROCESSING)}
+        new = {f"/dev/shm/{name}" for name in names - self._shm}
         return sorted(new - _held(new)) if new else []
 
     def left(self) -> dict[str, list[str]]:
