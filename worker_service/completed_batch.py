@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from maniple.v1.scheduler_delta_pb2 import NewRequest
+from maniple.v1.scheduler_delta_pb2 import NewRequest, RowFinished
 from worker_service.batch_rows import BatchLimits, RowState
 from worker_service.block_hashes import BlockHashes
 from worker_service.step_work import FinishedRow, Int32Array, Mode, NewRow, StepWork, TableChange, TableOp
@@ -151,9 +151,9 @@ class CompletedBatch:
         tombstone = Tombstone(
             request_id=request.request_id,
             sample_index=request.sample_index,
-            token_ids=self.known_tokens(finished.req_index)[: finished.num_tokens].copy(),
+            token_ids=self.known_tokens(finished.req_index)[: finished.num_tokens].tolist(),
             num_prompt_tokens=request.num_prompt_tokens,
-            reason=finished.reason,
+            reason=RowFinished.Reason.ValueType(finished.reason),
             control_blob=request.control_blob,
         )
         self._tombstones.add(now, tombstone)

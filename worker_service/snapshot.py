@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Iterable, Iterator
 from urllib.parse import unquote
 
-from maniple.v1 import scheduler_delta_pb2, worker_pb2
+from maniple.v1 import worker_pb2
 from worker_service.batch_rows import RowState
 from worker_service.completed_batch import FrozenBatch, FrozenRow
 from worker_service.tombstones import Tombstone
@@ -41,17 +41,9 @@ def snapshot_parts(
     for row in batch.rows if batch is not None else ():
         yield Part(row=_row(row))
     for tombstone, age_s in tombstones:
-        yield Part(
-            tombstone=Part.Tombstone(
-                request_id=tombstone.request_id,
-                sample_index=tombstone.sample_index,
-                token_ids=tombstone.token_ids.tolist(),
-                num_prompt_tokens=tombstone.num_prompt_tokens,
-                reason=scheduler_delta_pb2.RowFinished.Reason.ValueType(tombstone.reason),
-                control_blob=tombstone.control_blob,
-                age_s=age_s,
-            )
-        )
+        part = Part(tombstone=tombstone)
+        part.tombstone.age_s = age_s
+        yield part
     for kv_group, kept in enumerate(batch.block_hashes if batch is not None else ()):
         for start in range(0, len(kept), _HASHES_PER_PART):
             some = kept[start : start + _HASHES_PER_PART]

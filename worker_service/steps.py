@@ -257,6 +257,8 @@ class Steps:
         sampled = done.output.token_ids if done.output is not None else _NO_TOKENS
         batch.completed.complete(done.work, sampled, done.token_digest, time.monotonic())
         self._vitals.completed = (step, done.token_digest)
+        if self._stream is not None and step == self._vitals.accepted[0]:
+            self._stream.caught_up()
         if done.work.mode is not Mode.RUN or done.output is None:
             return
         if self._config.rank != 0:

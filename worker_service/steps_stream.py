@@ -38,6 +38,7 @@ class StepsStream:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._report_due = vitals.failure is not None
+        self._catching_up = True
         self._late_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._arm()
@@ -52,6 +53,12 @@ class StepsStream:
         self._late_s = 0.0
         self._wake.set()
         self._arm()
+
+    def caught_up(self) -> None:
+        """Report at once, but only the first time, that nothing accepted is left to do: an adopter waits for that."""
+        if self._catching_up:
+            self._catching_up = False
+            self.report_now()
 
     def became_active(self) -> None:
         """Report soon: the first delta after idleness. In lock step every delta is, so nothing is put off here."""

@@ -6,19 +6,11 @@ Pure; used by the event loop alone.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
-from worker_service.step_work import Int32Array
+from maniple.v1 import worker_pb2
 
-
-@dataclass(frozen=True, slots=True)
-class Tombstone:
-    request_id: str
-    sample_index: int
-    token_ids: Int32Array  # prompt and output tokens that count; what was sampled past a stop is not among them
-    num_prompt_tokens: int
-    reason: int  # RowFinished.Reason
-    control_blob: bytes
+# As it will be told, less its age. Made when a row leaves: with a thousand of them a takeover would wait for that.
+Tombstone = worker_pb2.SnapshotResponse.Tombstone
 
 
 class Tombstones:

@@ -75,7 +75,7 @@ class Witness(SlotHashWorker):
         if self._bench.num_in_flight == 0:
             self._check_state(rows)
             self._check_cache(dict(frozen.block_hashes[0]))
-        buried = [(t.request_id, t.sample_index, t.token_ids.tolist()) for t, _ in self.tombstones.all(0.0)]
+        buried = [(t.request_id, t.sample_index, list(t.token_ids)) for t, _ in self.tombstones.all(0.0)]
         assert buried == self.left
 
     def _learn(self, row):

@@ -191,7 +191,7 @@ def test_row_that_left_is_buried_with_the_tokens_that_count(told: Told) -> None:
         age_s=4.0,
     )
     told.run(mode=SchedulerDelta.MODE_APPLY_ONLY, finished=[RowFinished(req_index=0, num_tokens=2)])
-    assert [t.token_ids.tolist() for t, _ in told.tombstones.all(told.now)] == [[5, 6, 11], [7, 31]]
+    assert [list(t.token_ids) for t, _ in told.tombstones.all(told.now)] == [[5, 6, 11], [7, 31]]
 
 
 def test_hashes_of_rows_that_left_are_told_until_they_are_forgotten(told: Told) -> None:

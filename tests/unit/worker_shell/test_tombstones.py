@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import numpy as np
-
 from worker_service.tombstones import Tombstone, Tombstones
 
 TICK_S = 0.25
 
 
 def tombstone(number: int) -> Tombstone:
-    return Tombstone(f"r{number}", 0, np.array([1, 2], np.int32), 1, 1, b"")
+    return Tombstone(request_id=f"r{number}", token_ids=[1, 2], num_prompt_tokens=1)
 
 
 def names(kept: Tombstones, now: float) -> list[str]:
