@@ -30,7 +30,7 @@ from service_chassis.telemetry import get_logger
 from worker_service.batch_state import BatchLimits, BatchState
 from worker_service.completed_batch import CompletedBatch
 from worker_service.config import WorkerConfig
-from worker_service.heartbeat import Failure, Vitals
+from worker_service.heartbeat import Failure, Vitals, failure_of
 from worker_service.ownership import Ownership
 from worker_service.runner import ModelFacts
 from worker_service.step_loop import CompletedStep, StepLoop
@@ -202,7 +202,19 @@ class Steps:
             stream.end()
         # A sample input is for a step that awaits one, and no step does: deltas with awaits_mask are refused.
 
-    def _take_delta(self, stream: StepsStream, epoch: int, raw: bytes) -> None:
+    def take_broadcast(self, message: bytes) -> None:
+        """Take an envelope with a delta that came beside the stream, where nothing is lost and nothing comes twice.
+
+        So there is no stream to end and to open again: what is wrong with it is the failure of this rank.
+        """
+        try:
+            request = worker_pb2.StepsRequest.FromString(message)
+            self._take_delta(self._stream, request.epoch, request.delta)
+        except ManipleError as error:
+            if self._vitals.failure is None:
+                self._on_failure(Failure(type(error).__name__, error.message, self._vitals.accepted[0] + 1))
+
+    def _take_delta(self, stream: StepsStream | None, epoch: int, raw: bytes) -> None:
         expected = {"expected_step": str(self._vitals.accepted[0] + 1)}
         refused = self._ownership.refusal(epoch)
         if refused is not None:
@@ -222,7 +234,7 @@ class Steps:
             # Found before anything changed, but resending cannot help: the rank and its owner differ for good.
             self._on_failure(Failure(type(error).__name__, error.message, int(expected["expected_step"])))
             raise
-        if not was_active:
+        if not was_active and stream is not None:
             stream.became_active()
 
     def _accept(self, batch: Batch, raw: bytes) -> None:
@@ -255,7 +267,12 @@ class Steps:
         if batch is None or step != self._vitals.completed[0] + 1:
             return  # of a batch that was dropped
         sampled = done.output.token_ids if done.output is not None else _NO_TOKENS
-        batch.completed.complete(done.work, sampled, done.token_digest, time.monotonic())
+        try:
+            batch.completed.complete(done.work, sampled, done.token_digest, time.monotonic())
+        except Exception as error:  # the device returned something else than was asked for: nobody would hear of it
+            get_logger().error("step.not_completed", step=step, exc_info=error)
+            self._on_failure(failure_of(error, step=step))
+            return
         self._vitals.completed = (step, done.token_digest)
         if self._stream is not None and step == self._vitals.accepted[0]:
             self._stream.caught_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from maniple.v1 import worker_pb2
+from maniple.v1 import worker_pb2, worker_pb2_grpc
 from service_chassis.protocol.block_hash import block_hash, root_hash
 from service_chassis.scripted import ScriptedOptions, fail_at
 from support.raw_owner import LEASE_MS, RawOwner, snapshot_of, worker_processes
@@ -335,6 +336,47 @@ async def test_snapshot_is_for_the_owner_only(tmp_path: Path) -> None:
         for epoch in (0, 2):
             refusal = await refused(snapshot_of(owner.workers[0], epoch))
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "FENCED")
+
+
+@pytest.mark.parametrize("flags", [(), ("--allow-plaintext-snapshot", "true")])
+async def test_snapshot_does_not_leave_in_plaintext_unless_it_may(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    address = address_of_this_machine()
+    if address is None:
+        pytest.skip("this machine has no address but the loopback")
+    async with worker_processes(tmp_path, 1, "--listen", "0.0.0.0:0", *flags) as workers:
+        port = await port_of(workers[0])
+        for host, allowed in (("127.0.0.1", True), (address, bool(flags))):
+            async with grpc.aio.insecure_channel(f"{host}:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+                stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+                join = worker_pb2.JoinRequest(epoch=1, owner_id="A", protocol_version=1, world_size=1)
+                await stub.Join(join, timeout=DEADLINE_S)
+                call = stub.Snapshot(worker_pb2.SnapshotRequest(epoch=1), timeout=DEADLINE_S)
+                if allowed:
+                    assert (await call.read()).WhichOneof("part") == "header"
+                else:
+                    refusal = await refused(call.read())
+                    assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "WRONG_STATE")
+                    assert "--allow-plaintext-snapshot" in refusal.message
+
+
+def address_of_this_machine() -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel says which address it would send from
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if address.startswith("127.") else address
+
+
+async def port_of(worker: WorkerProcess) -> str:
+    """Read from a worker's log where it listens."""
+
+    def listening() -> list[str]:
+        return [line["address"] for line in worker.log if line.get("event") == "worker.listening"]
+
+    await until(listening, "the worker to listen")
+    return listening()[0].rpartition(":")[2]
 
 
 async def test_orphan_keeps_all_for_its_grace_and_then_goes(tmp_path: Path) -> None:

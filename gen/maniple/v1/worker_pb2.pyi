@@ -121,7 +121,7 @@ class DescribeResponse(_message.Message):
     epoch: _builtins.int
     """Epoch granted, 0: never owned."""
     owner_address: _builtins.str
-    """Where the owner answers, as it said in Join."""
+    """Where the owner answers, as it said in Join; empty since its goodbye."""
     owner_silent_for_ms: _builtins.int
     """Milliseconds since the owner was last heard on Steps."""
     formation_id: _builtins.str
@@ -1110,11 +1110,11 @@ class SnapshotResponse(_message.Message):
         TOKEN_DIGEST_FIELD_NUMBER: _builtins.int
         LIMITS_FIELD_NUMBER: _builtins.int
         step: _builtins.int
-        """The step it is of."""
+        """The step it is of: the last completed one, whatever was accepted since."""
         state_digest: _builtins.int
-        """Digest of the batch state."""
+        """Digest of the batch state after it."""
         token_digest: _builtins.int
-        """Digest over the tokens."""
+        """Digest over the known tokens after it, as the device has them."""
         @_builtins.property
         def limits(self) -> Global___GroupLimits:
             """Limits of the group."""
@@ -1155,7 +1155,9 @@ class SnapshotResponse(_message.Message):
         """Its sampling waits for a mask that died."""
         @_builtins.property
         def request(self) -> _scheduler_delta_pb2.NewRequest:
-            """As it entered; `token_ids` holds all known tokens, `blocks` its present tables."""
+            """As it entered; `token_ids` holds all known tokens, `blocks` its present tables, `num_prefill_tokens` what had to be
+            computed before it samples or last sampled anew. `fork_of` and `num_scheduled_tokens` are never set.
+            """
 
         @_builtins.property
         def logprobs(self) -> _scheduler_delta_pb2.RowLogprobs:
@@ -1201,7 +1203,7 @@ class SnapshotResponse(_message.Message):
         control_blob: _builtins.bytes
         """As in NewRequest."""
         age_s: _builtins.float
-        """Seconds since it left."""
+        """Seconds since it left, less those in which nobody owned the rank."""
         @_builtins.property
         def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
             """All tokens that count."""
@@ -1225,7 +1227,7 @@ class SnapshotResponse(_message.Message):
 
     @_typing.final
     class BlockHashes(_message.Message):
-        """Chain hashes of full, completed blocks."""
+        """Chain hashes of full, completed blocks that no row holds; those of rows follow from their tokens and tables."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1238,7 +1240,7 @@ class SnapshotResponse(_message.Message):
         """16 bytes each, as many as blocks."""
         @_builtins.property
         def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-            """Blocks."""
+            """Blocks, the next to be evicted first."""
 
         def __init__(
             self,

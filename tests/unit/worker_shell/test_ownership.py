@@ -68,6 +68,36 @@ def test_goodbye_frees_the_lease_at_once(clocked: Clocked) -> None:
     assert refused(clocked.ask(7, "C"), RefusalKind.LEASE_HELD)  # B's own lease is not free
 
 
+def test_rank_is_orphaned_from_a_lapse_or_a_goodbye_to_the_next_grant(clocked: Clocked) -> None:
+    clocked.run(LEASE_S - TICK_S)
+    assert not clocked.ownership.orphaned(clocked.now)
+    clocked.run(TICK_S)
+    assert clocked.ownership.orphaned(clocked.now)
+    clocked.ask(6, "B")
+    assert not clocked.ownership.orphaned(clocked.now)
+    clocked.ownership.let_go()
+    assert clocked.ownership.orphaned(clocked.now)
+    assert not Ownership(0.0, TICK_S).orphaned(1000.0)  # never owned
+
+
+def test_address_of_an_owner_that_said_goodbye_is_told_no_more() -> None:
+    ownership = Ownership(0.0, TICK_S)
+    ownership.ask(0.0, epoch=1, owner_id="A", owner_address="a:1", force=False, lease_s=LEASE_S)
+    assert ownership.owner_address == "a:1"
+    ownership.let_go()
+    assert ownership.owner_address == ""
+    ownership.ask(0.0, epoch=2, owner_id="B", owner_address="b:1", force=False, lease_s=LEASE_S)
+    assert ownership.owner_address == "b:1"
+
+
+def test_lease_is_as_long_as_its_owner_asked_for(clocked: Clocked) -> None:
+    clocked.ownership.ask(clocked.now, epoch=6, owner_id="A", owner_address="", force=False, lease_s=10.0)
+    clocked.run(2 * LEASE_S)
+    assert refused(clocked.ask(7, "B"), RefusalKind.LEASE_HELD)
+    clocked.run(10.0 - 2 * LEASE_S)
+    assert clocked.ask(7, "B") == Granted(7, Grounds.LAPSED)
+
+
 def test_silence_of_a_lease_lapses_it_and_fences_nobody(clocked: Clocked) -> None:
     clocked.run(LEASE_S - TICK_S)
     assert refused(clocked.ask(6, "B"), RefusalKind.LEASE_HELD)
