@@ -89,7 +89,10 @@ class Fleet:
     def report(self, reason: str, name: str = "0") -> None:
         """Say what is being waited for while a group has no engine."""
         place = self._places.setdefault(name, _Place())
+        was_held = bool(place.owner_address)
         place.state, place.reason, place.owner_address = FORMING, reason, ""
+        if was_held:
+            self._tell(None)
 
     def hold(self, reason: str, name: str, owner_address: str) -> None:
         """Say that another control plane has a group."""
@@ -103,6 +106,18 @@ class Fleet:
     def ready(self) -> bool:
         """Whether new requests are accepted."""
         return any(engine.ready for engine in self._engines())
+
+    @property
+    def relay_address(self) -> str:
+        """Where a control plane answers that has a group, while none here is ready; empty where there is none."""
+        if self.ready or self._closed_reason:
+            return ""
+        return self._owner_address()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a new request is served: by a group of ours, or through its owner."""
+        return self.ready or bool(self.relay_address)
 
     def has_settled(self) -> bool:
         """Whether some group is ready, and every other one is too, or belongs to another control plane."""
@@ -242,9 +257,12 @@ class Fleet:
 
     def _not_ready(self) -> NotReady:
         """Return the refusal of a request that provably did not start, with where else to go, if that is known."""
-        where = next((place.owner_address for place in self._places.values() if place.owner_address), "")
+        where = self._owner_address()
         metadata = {"owner_address": where} if where else {}
         return NotReady(f"not accepting requests: {self.not_ready_reason}", metadata=metadata)
+
+    def _owner_address(self) -> str:
+        return next((place.owner_address for place in self._places.values() if place.owner_address), "")
 
     def _name_of(self, engine: Engine) -> str:
         return next((name for name, place in self._all() if place.engine is engine), "")

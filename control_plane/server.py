@@ -35,6 +35,7 @@ from control_plane.group.worker_group import WorkerGroup
 from control_plane.group_keeper import GroupKeeper, OnGroupLoss
 from control_plane.model_split import check_split
 from control_plane.model_store import ModelPlace, resolve_model
+from control_plane.relay import Relay
 from control_plane.stop_signals import StopSignals
 from control_plane.text.model_text import ModelText, load_model_text
 from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -50,6 +51,7 @@ T = TypeVar("T")
 Announce = Callable[[Announcement], None]
 
 SERVICES = (inference.SERVICE, vllm_engine.SERVICE, admin.SERVICE, health.SERVICE)
+RELAYED_SERVICES = (inference.SERVICE, vllm_engine.SERVICE)
 # How long calls may take to end by themselves once nothing can come any more.
 _FAREWELL_S = 1.0
 
@@ -65,14 +67,17 @@ async def serve(config: ControlPlaneConfig, *, announce: Announce) -> int:
     Raises:
         ConfigurationError: the address, the model or what was asked of it cannot be served.
     """
-    server = make_server(config.max_message_bytes)
+    fleet = Fleet("starting")
+    relay = Relay(fleet, RELAYED_SERVICES, max_message_bytes=config.max_message_bytes)
+    server = make_server(config.max_message_bytes, interceptors=[relay])
     address = bind(server, config.listen)
-    control_plane = ControlPlane(config, server, address, announce)
+    control_plane = ControlPlane(config, server, address, fleet, announce)
     with StopSignals() as signals:
         try:
             return await control_plane.run(signals)
         finally:
             await control_plane.end()
+            await relay.close()
 
 
 class _Interrupted(Exception):
@@ -82,13 +87,15 @@ class _Interrupted(Exception):
 class ControlPlane:
     """One control plane process. Owns the order of starting and stopping, nothing else."""
 
-    def __init__(self, config: ControlPlaneConfig, server: grpc.aio.Server, address: str, announce: Announce) -> None:
+    def __init__(
+        self, config: ControlPlaneConfig, server: grpc.aio.Server, address: str, fleet: Fleet, announce: Announce
+    ) -> None:
         self._config = config
         self._server = server
         self._address = address
         self._announce = announce
         self._started_at = time.monotonic()
-        self._fleet = Fleet("starting")
+        self._fleet = fleet
         self._allowance = Allowance(config.max_groups)
         self._keepers: list[GroupKeeper] = []
         self._keeping: list[asyncio.Task[LossReason]] = []  # one of each keeper

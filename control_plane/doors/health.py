@@ -66,7 +66,7 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyp
     def _status(self, service: str) -> HealthCheckResponse.ServingStatus:
         if service and service not in self._services:
             return HealthCheckResponse.SERVICE_UNKNOWN
-        serving = not service or self._fleet.ready
+        serving = not service or self._fleet.is_serving
         return HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
 
     def _wake(self) -> None:

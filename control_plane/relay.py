@@ -1,0 +1,110 @@
+"""Answer for a group that another control plane has, by asking that one (PROTOCOL C7).
+
+A control plane without a group of its own may so be ready: whichever of them a name resolves to, a client is served.
+The messages are passed on as bytes, unread. A call is relayed once: two control planes that each believe the other to
+be the owner refuse it instead of handing it to and fro.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from typing import Any, NoReturn, Protocol
+
+import grpc
+
+from service_chassis.telemetry import get_logger
+
+log = get_logger()
+
+RELAYED_KEY = "maniple-relayed"  # metadata of a call that was relayed
+_PASSED_ON = ("traceparent", "tracestate", "authorization")
+_DETAILS_KEY = "grpc-status-details-bin"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
+
+
+class KnowsOwner(Protocol):
+    """Who says where to relay to; see ``Fleet``."""
+
+    @property
+    def relay_address(self) -> str:
+        """Where the owner answers; empty while calls are answered here."""
+
+
+class Relay(grpc.aio.ServerInterceptor):
+    """Passes calls of some services on to the owner while there is no group here."""
+
+    def __init__(self, fleet: KnowsOwner, services: Collection[str], *, max_message_bytes: int) -> None:
+        self._fleet = fleet
+        self._services = frozenset(services)
+        self._max_message_bytes = max_message_bytes
+        self._channels: dict[str, grpc.aio.Channel] = {}  # owner's address -> channel; there are few owners
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return a handler that asks the owner, where there is one and this call did not come from another relay."""
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        address = self._fleet.relay_address
+        if handler is None or handler.request_streaming or not address or method.split("/")[1] not in self._services:
+            return handler
+        if any(key == RELAYED_KEY for key, _ in handler_call_details.invocation_metadata or ()):
+            return handler
+        channel = self._channel(address)
+        log.debug("call.relayed", method=method, owner_address=address)
+
+        async def relay_unary(request: bytes, context: Context) -> bytes:
+            ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
+            call = ask(request, metadata=_metadata(context), timeout=context.time_remaining())
+            try:
+                return await call
+            except grpc.aio.AioRpcError as error:
+                await _end_as(error, context)
+            finally:
+                call.cancel()
+
+        async def relay_stream(request: bytes, context: Context) -> AsyncGenerator[bytes, None]:
+            ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method)
+            call = ask(request, metadata=_metadata(context), timeout=context.time_remaining())
+            try:
+                # It says that the request is in a delta, from when on no proxy may send it again.
+                await call.initial_metadata()
+                if not call.done():
+                    await context.send_initial_metadata(())
+                async for message in call:
+                    yield message
+            except grpc.aio.AioRpcError as error:
+                await _end_as(error, context)
+            finally:
+                call.cancel()
+
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(relay_stream)
+        return grpc.unary_unary_rpc_method_handler(relay_unary)
+
+    async def close(self) -> None:
+        """Close the channels."""
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            options = [
+                ("grpc.max_receive_message_length", self._max_message_bytes),
+                ("grpc.max_send_message_length", -1),
+            ]
+            self._channels[address] = grpc.aio.insecure_channel(address, options=options)
+        return self._channels[address]
+
+
+def _metadata(context: Context) -> list[tuple[str, str | bytes]]:
+    passed = [(key, value) for key, value in context.invocation_metadata() or () if key in _PASSED_ON]
+    return [*passed, (RELAYED_KEY, "1")]
+
+
+async def _end_as(error: grpc.aio.AioRpcError, context: Context) -> NoReturn:
+    """End the call with the owner's own status and details."""
+    trailers = [(key, value) for key, value in error.trailing_metadata() or () if key == _DETAILS_KEY]
+    await context.abort(error.code(), error.details() or "", tuple(trailers))

@@ -1,0 +1,108 @@
+"""A control plane without a group answers through the one that has it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from control_plane.relay import RELAYED_KEY
+from maniple.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from support.scripted_reference import greedy
+from support.takeover import ControlPlane, Site, all_free, prompt_of, site
+from support.waiting import until
+
+SERVICE = "maniple.v1.InferenceService"
+
+
+def request(request_id: str, max_tokens: int = 20) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        request_id=request_id,
+        token_ids=inference_pb2.TokenIds(ids=prompt_of(1)),
+        sampling=sampling_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        skip_text=True,
+    )
+
+
+async def serving(channel: grpc.aio.Channel) -> bool:
+    stub = health_pb2_grpc.HealthStub(channel)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def running(control_plane: ControlPlane) -> int:
+    return sum(group.num_running for group in (await control_plane.status()).groups)
+
+
+async def owner_and_spare(one: Site) -> tuple[ControlPlane, ControlPlane, grpc.aio.Channel]:
+    owner, spare = await one.owner_and_spare()
+    return owner, spare, grpc.aio.insecure_channel(spare.address)
+
+
+async def test_spare_is_serving_and_gives_the_owners_tokens_while_it_waits(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), site(tmp_path) as one:
+        _, _, channel = await owner_and_spare(one)
+        async with channel:
+            assert await serving(channel)
+            stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Generate(request("r"), timeout=20)
+            events = [event async for event in call]
+            token_ids = [token_id for event in events for token_id in event.chunk.token_ids]
+            assert token_ids == greedy(prompt_of(1), 20)
+            assert events[0].started.request_id == "r"
+            assert events[-1].WhichOneof("event") == "done"
+            described = await stub.GetModel(inference_pb2.GetModelRequest(), timeout=5)
+            assert described.vocab_size == 260
+
+
+async def test_the_owners_refusal_comes_through_with_its_details(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), site(tmp_path) as one:
+        _, _, channel = await owner_and_spare(one)
+        async with channel:
+            stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Generate(request("r", max_tokens=0), timeout=20)
+            with pytest.raises(grpc.aio.AioRpcError, match="max_tokens") as refused:
+                await anext(aiter(call))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert any(key == "grpc-status-details-bin" for key, _ in refused.value.trailing_metadata())
+
+
+async def test_the_owner_frees_the_request_when_the_client_of_a_relay_goes(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), site(tmp_path) as one:
+        owner, _, channel = await owner_and_spare(one)
+        async with channel:
+            stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Generate(request("r", max_tokens=2000), timeout=30)
+            reader = aiter(call)
+            while (await anext(reader)).WhichOneof("event") != "chunk":
+                pass
+            assert await running(owner) == 1
+            call.cancel()
+            await all_free(owner)
+
+
+async def test_a_call_that_was_relayed_is_refused_with_the_owner_instead_of_relayed_again(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), site(tmp_path) as one:
+        owner, _, channel = await owner_and_spare(one)
+        async with channel:
+            stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Generate(request("r"), timeout=20, metadata=((RELAYED_KEY, "1"),))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(aiter(call))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert owner.address.encode() in dict(refused.value.trailing_metadata())["grpc-status-details-bin"]
+
+
+async def test_spare_serves_its_own_group_once_the_owner_is_gone(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), site(tmp_path) as one:
+        owner, spare, channel = await owner_and_spare(one)
+        async with channel:
+            owner.process.kill()
+            await until(lambda: spare.is_ready, "the spare to have the group", timeout_s=20)
+            stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(channel)
+            events = [event async for event in stub.Generate(request("r"), timeout=20)]
+            assert [i for event in events for i in event.chunk.token_ids] == greedy(prompt_of(1), 20)
+            assert await serving(channel)
