@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from maniple.v1 import worker_pb2
+from maniple.v1 import scheduler_delta_pb2, worker_pb2
 from service_chassis.errors import Fenced, InvalidParameter, ManipleError, NotBuilt, WrongState
 from service_chassis.scripted import ScriptedOptions, scripted_model
 from support.waiting import until
@@ -26,8 +26,10 @@ LIMITS = worker_pb2.GroupLimits(
 
 
 @asynccontextmanager
-async def started_rank() -> AsyncIterator[Rank]:
-    rank = Rank(WorkerConfig(), request_exit=lambda reason: None)
+async def started_rank(
+    config: WorkerConfig | None = None, request_exit: Callable[[str], None] = lambda reason: None
+) -> AsyncIterator[Rank]:
+    rank = Rank(config or WorkerConfig(), request_exit=request_exit)
     await rank.start()
     yield rank
     await rank.close()
@@ -179,6 +181,28 @@ async def test_failure_is_reported_once_and_first_cause_stays() -> None:
         again.send(hello=worker_pb2.StepsRequest.Hello(owner_id="A"))
         await again.until("welcome")
         assert (await again.until("report")).failure.kind == "DeltaRefused"  # at once, to whoever comes
+
+
+async def test_orphan_wipes_what_users_sent_before_it_goes() -> None:
+    reasons: list[str] = []
+    async with started_rank(WorkerConfig(orphan_grace_s=0.2), reasons.append) as rank:
+        await advance(rank, "Join", lease_ms=100)
+        await advance(rank, *STAGES)
+        feed = Feed(rank)
+        feed.send(hello=worker_pb2.StepsRequest.Hello(owner_id="A"))
+        await feed.until("welcome")
+        maker = DeltaMaker()
+        feed.send(delta=maker.make(new={0: [3, 4], 1: [5]}))
+        await feed.until("result")
+        feed.send(delta=maker.make(finished=[1], mode=scheduler_delta_pb2.SchedulerDelta.MODE_APPLY_ONLY))
+        await until(lambda: len(rank.tombstones) == 1, "the tombstone")
+        await until(lambda: reasons, "its leaving")
+        assert "no owner for" in reasons[0]
+        assert len(rank.tombstones) == 0
+        assert (await rank.describe(worker_pb2.DescribeRequest())).num_rows == 0
+        told = [part async for part in rank.snapshot(request("Snapshot"))]
+        assert [part.WhichOneof("part") for part in told] == ["header"]
+        assert told[0].header.step == 0
 
 
 async def test_model_files_are_sent_whole_and_nothing_outside_the_directory(tmp_path: Path) -> None:
