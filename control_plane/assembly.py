@@ -65,7 +65,7 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
         # Under this name the next control plane of the same model finds the ranks.
         name = f"{config.served_model_name[0]}/group{group}"
         return RayExecutor(name=name, world_size=world_size, settings=settings, address=config.ray_address)
-    return MultiprocExecutor(world_size=world_size, settings=settings)
+    return MultiprocExecutor(world_size=world_size, settings=settings, broadcast_ring=config.broadcast_ring)
 
 
 def _share_of_cores(config: ControlPlaneConfig) -> int:

@@ -191,6 +191,10 @@ class ControlPlaneConfig:
     """Let programs call Python functions on workers (collective_rpc of a callable), pickled; the workers need the same
     flag. Off: whoever reaches a worker could run any code there."""
 
+    broadcast_ring: bool = setting(True, topic=GROUP, read=read_switch)
+    """Send deltas to child processes (mp) through a ring in shared memory instead of each one's stream, where the
+    system has what it takes (Linux). On: it takes half the time and a third of the CPU, see bench/README.md."""
+
     device: str = setting("auto", topic=GROUP, read=read_text, rule=one_of("auto", "cpu", "cuda"))
     """What computes: cpu, cuda, auto. auto: cuda where an NVIDIA driver is present."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from service_chassis.errors import ConfigurationError
+from service_chassis.protocol.broadcast_ring import ReaderFds
 from service_chassis.settings import (
     Fault,
     at_least,
@@ -51,6 +52,16 @@ def _open_descriptor_rule(value: int | None) -> str:
     return ""
 
 
+def _ring_rule(value: str) -> str:
+    if not value:
+        return ""
+    try:
+        fds = ReaderFds.parse(value)
+    except (TypeError, ValueError):
+        return "must be three descriptors, parted by commas"
+    return next(filter(None, map(_open_descriptor_rule, fds)), "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
     """The configuration of one rank."""
@@ -75,6 +86,9 @@ class WorkerConfig:
     """CPU threads of one forward; 0 is all cores, shared with the ranks of the group that may use the same ones."""
     parent_fd: int | None = setting(None, topic=_TOPIC, read=read_optional_whole, rule=_open_descriptor_rule)
     """Read end of a pipe that closes when the parent dies; this process then ends at once. Unset: no parent."""
+    delta_ring_fds: str = setting("", topic=_TOPIC, read=read_text, rule=_ring_rule)
+    """The parent's ring in shared memory, through which deltas come: three descriptors, as it passed them on. Empty:
+    deltas come on Steps."""
     report_interval_s: float = setting(0.1, topic=_TOPIC, read=read_number, rule=at_least(0.01, at_most=60))
     """Seconds between reports while a step is outstanding or long work is under way."""
     idle_report_interval_s: float = setting(1.0, topic=_TOPIC, read=read_number, rule=at_least(0.01, at_most=60))

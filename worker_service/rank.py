@@ -21,10 +21,12 @@ from google.protobuf.message import Message
 
 from maniple.v1 import worker_pb2
 from service_chassis.errors import Fenced, InvalidParameter, LeaseHeld, NotBuilt
+from service_chassis.protocol.broadcast_ring import ReaderFds
 from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, MAX_PROTOCOL_VERSION, MIN_PROTOCOL_VERSION
 from service_chassis.telemetry import get_logger
 from worker_service import pickled_calls
 from worker_service.config import WorkerConfig
+from worker_service.delta_ring import DeltaRing
 from worker_service.heartbeat import Failure, Vitals, failure_of
 from worker_service.model_files import read_model_files
 from worker_service.ownership import DEFAULT_LEASE_S, Ownership, RefusalKind, Refused
@@ -55,6 +57,7 @@ class Rank:
         self.tombstones = Tombstones()
         self._request_exit = request_exit
         self._ownership = Ownership(time.monotonic(), _TICK_S)
+        self._delta_ring: DeltaRing | None = None
 
     async def start(self) -> None:
         """Start the device thread. Inside the event loop that will call everything else."""
@@ -75,12 +78,17 @@ class Rank:
             self._on_goodbye,
         )
         self._stages = Stages(self.config, self.vitals, self._step_loop, self._steps, self._fail, self._check_epoch)
+        if self.config.delta_ring_fds:
+            fds = ReaderFds.parse(self.config.delta_ring_fds)
+            self._delta_ring = DeltaRing(fds, self.config.rank, self._steps.take_broadcast, self._fail)
         self._step_loop.start()
         self._ticker = asyncio.create_task(self._tick())
 
     async def close(self) -> None:
         """End streams and the device thread. Idempotent."""
         self._steps.end_stream(None)
+        if self._delta_ring is not None:
+            await self._delta_ring.close()
         self._stages.abort_collectives()
         self._step_loop.close()
         for task in (self._ticker, *self._stages.tasks):

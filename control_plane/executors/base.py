@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from control_plane.executors.callables import pickled_call
 from control_plane.executors.collective import RankCallError, start_on_all
+from control_plane.executors.delta_broadcast import DeltaBroadcast
 from maniple.v1 import rank_health_pb2, worker_pb2
 from service_chassis.ids import Rank
 
@@ -58,6 +59,8 @@ class Executor(abc.ABC):
     world_size: int
     # Whether the ranks live on when this control plane ends: then a goodbye leaves them to the next (PROTOCOL C6).
     outlives_owner: ClassVar[bool] = False
+    # What carries deltas to all ranks instead of their Steps streams, once started; most have nothing.
+    delta_broadcast: DeltaBroadcast | None = None
     # Our half of the opt-in to callables; each worker has its own.
     allow_insecure_serialization: bool = False
 

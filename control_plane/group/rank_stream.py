@@ -66,7 +66,9 @@ class RankStream:
         epoch: Epoch,
         owner_id: str,
         timing: StreamTiming,
+        sends_deltas: bool = True,
     ) -> None:
+        """Prepare; with ``sends_deltas`` False they reach the rank another way, on which none is lost."""
         self.rank = rank
         self.connected = False
         self.num_connections = 0
@@ -76,6 +78,7 @@ class RankStream:
         self._epoch = epoch
         self._owner_id = owner_id
         self._timing = timing
+        self._sends_deltas = sends_deltas
         self._next_step = 0  # the next delta to write on the present connection
         self._extra: deque[worker_pb2.StepsRequest] = deque()  # unnumbered messages, behind the deltas
         self._goodbye: worker_pb2.StepsRequest | None = None
@@ -209,7 +212,7 @@ class RankStream:
                 return
 
     def _next_message(self) -> worker_pb2.StepsRequest | None:
-        delta = self._ledger.message(self._next_step)
+        delta = self._ledger.message(self._next_step) if self._sends_deltas else None
         if delta is not None:
             self._next_step += 1
             return delta

@@ -95,6 +95,7 @@ class Tenure:
                 epoch=grant.epoch,
                 owner_id=owner_id,
                 timing=timing,
+                sends_deltas=executor.delta_broadcast is None,
             )
             for rank in executor.ranks
         ]
@@ -142,8 +143,14 @@ class Tenure:
     ) -> None:
         """See ``WorkerGroup.send``."""
         message = worker_pb2.StepsRequest(epoch=self.epoch, delta=delta)
+        was_idle = self._ledger.oldest is None
         self._ledger.add(SentStep(step, message, mode in _RUN, num_tokens, self._clock()))
         self.expect_state_digest(step, state_digest)
+        broadcast = self._executor.delta_broadcast
+        if broadcast is not None:
+            broadcast.send(message.SerializeToString())
+            if not was_idle:
+                return  # the streams have nothing to write, and beat at the right interval already
         for stream in self.streams:
             stream.wake()
 
