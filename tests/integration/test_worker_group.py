@@ -63,10 +63,10 @@ async def test_formation_tells_its_stages_in_order_and_the_lease_is_held_meanwhi
 
 async def test_start_up_deadline_names_rank_address_and_stage_and_leaves_nothing() -> None:
     started_at = time.monotonic()
-    forming = Forming(model=model_with(fail_at(0, 0, "hang")), startup_timeout_s=1.5)
+    forming = Forming(model=model_with(fail_at(0, 0, "hang")), startup_timeout_s=4.0)
     with pytest.raises(GroupNotFormed, match=r"rank 0 \(unix:.*rank0.sock\) failed at load: LoadModel: no answer"):
         await forming.task
-    assert time.monotonic() - started_at < 1.5 + 4.0
+    assert time.monotonic() - started_at < 4.0 + 4.0
     forming.assert_nothing_left()
 
 

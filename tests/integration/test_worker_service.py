@@ -304,7 +304,7 @@ async def test_step_that_raises_is_reported_on_both_connections(tmp_path: Path) 
         await worker.make_ready(options=ScriptedOptions(faults=(fail_at(0, 2),)))
         steps, _ = await worker.open()
         maker = DeltaMaker()
-        for _ in range(3):
+        for _ in range(2):
             await steps.send(delta=maker.make(new={0: PROMPT} if maker.step == 0 else None))
         report = await steps.report_where(lambda report: report.HasField("failure"))
         assert (report.failure.kind, report.failure.step) == ("InjectedFault", 2)
