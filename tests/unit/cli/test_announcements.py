@@ -7,7 +7,15 @@ import io
 import pytest
 
 from control_plane.announcement import Announcement, Lost, Ready, StageProgress, Stopping
-from control_plane.cli.announcements import PlainLines, display, from_json, lost_line, ready_line, stopping_line, to_json
+from control_plane.cli.announcements import (
+    PlainLines,
+    display,
+    from_json,
+    lost_line,
+    ready_line,
+    stopping_line,
+    to_json,
+)
 from service_chassis.ids import Rank
 
 READY = Ready("127.0.0.1:50051", "demo", 8192, 100, 16)
