@@ -282,6 +282,7 @@ def _started(
     generation: Generation, right: ResumeRight, tokenizer: Tokenizer, known: _Known, now: float, age_s: float
 ) -> LiveRequest:
     live = LiveRequest.of(generation, None, tokenizer, now - age_s, right)
+    live.has_earlier_tokens = any(known.output(index) for index in known.rows.keys() | known.buried.keys())
     first = known.rows.get(0)
     live.start(first.num_cached_tokens if first is not None else 0, now - age_s)
     return live

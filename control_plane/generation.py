@@ -131,7 +131,7 @@ class Done:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    time_to_first_token_s: float
+    time_to_first_token_s: float  # 0: not known
     duration_s: float
 
 

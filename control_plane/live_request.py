@@ -43,6 +43,7 @@ class LiveRequest:
     samples: list[LiveSample] = field(default_factory=list)
     started_at: float | None = None  # entered its first delta
     first_token_at: float | None = None
+    has_earlier_tokens: bool = False  # of another owner, so nobody knows when the first one came
     num_cached_tokens: int = 0
     num_losses: int = 0  # of groups that were computing it
     detached_until: float | None = None  # without a stream: when nobody will come any more
@@ -75,6 +76,11 @@ class LiveRequest:
     def is_over(self) -> bool:
         """Whether every sample ended."""
         return all(sample.reason is not None for sample in self.samples)
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """Seconds from arrival to the first token; None where none came, or where an earlier owner saw it come."""
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
     @property
     def num_output_tokens(self) -> int:
@@ -160,7 +166,7 @@ class LiveRequest:
         sample = self.samples[index]
         if sample.reason is not None:
             return None
-        if token_ids and self.first_token_at is None:
+        if token_ids and self.first_token_at is None and not self.has_earlier_tokens:
             self.first_token_at = now
         # The token that ends a sample is no part of its text, unless the client wants to see what stopped it.
         silent_end = finish is FinishReason.STOP and not self._shows_stop_token(matched_token_id)
@@ -195,13 +201,12 @@ class LiveRequest:
 
     def close(self, now: float) -> None:
         """Put the last event of a stream whose samples all ended."""
-        first = self.first_token_at if self.first_token_at is not None else now
         self._close(
             Done(
                 num_prompt_tokens=len(self.generation.prompt_token_ids),
                 num_cached_tokens=self.num_cached_tokens,
                 num_output_tokens=self.num_output_tokens,
-                time_to_first_token_s=first - self.arrived_at,
+                time_to_first_token_s=self.time_to_first_token_s or 0.0,
                 duration_s=now - self.arrived_at,
             )
         )

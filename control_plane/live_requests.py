@@ -101,6 +101,6 @@ class LiveRequests:
             num_cached_tokens=live.num_cached_tokens,
             num_output_tokens=live.num_output_tokens,
             queued_s=round((live.started_at or now) - live.arrived_at, 4),
-            ttft_s=round(live.first_token_at - live.arrived_at, 4) if live.first_token_at else None,
+            ttft_s=None if (ttft_s := live.time_to_first_token_s) is None else round(ttft_s, 4),
             duration_s=round(now - live.arrived_at, 4),
         )

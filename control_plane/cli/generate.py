@@ -111,8 +111,10 @@ def stats_line(done: Done) -> str:
     """Return what a generation took, for people."""
     rest_s = done.duration_s - done.time_to_first_token_s
     further = done.num_output_tokens - 1  # the first token's time is told apart
-    rate = f", then {further / rest_s:.1f} tokens/s" if further > 0 and rest_s > 0 else ""
+    known = done.time_to_first_token_s > 0  # else another control plane sent it
+    first = f", first token after {done.time_to_first_token_s * 1000:.0f} ms" if known else ""
+    rate = f", then {further / rest_s:.1f} tokens/s" if known and further > 0 and rest_s > 0 else ""
     return (
         f"[{done.num_prompt_tokens} prompt tokens ({done.num_cached_tokens} cached), {done.num_output_tokens} output "
-        f"tokens, first token after {done.time_to_first_token_s * 1000:.0f} ms{rate}]"
+        f"tokens{first}{rate}]"
     )

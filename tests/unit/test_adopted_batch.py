@@ -125,6 +125,18 @@ def test_running_request_is_what_it_was() -> None:
     assert (adopted.end, adopted.row_key, adopted.block_ids) == (None, 100, (1,))
 
 
+async def test_time_to_the_first_token_is_unknown_if_it_came_before_the_takeover() -> None:
+    before, after = only(row(generation(), b"abc")), only(row(generation(), b""))
+    for one in (before, after):
+        one.live.push(0, [*b"d"], None, None, NOW + 1.0)
+        one.live.abort()
+        one.live.close(NOW + 3.0)
+    assert before.live.time_to_first_token_s is None
+    done = (await everything(before.live))[-1]
+    assert (done.time_to_first_token_s, done.duration_s) == (0.0, 5.0)
+    assert (await everything(after.live))[-1].time_to_first_token_s == 3.0  # in the batch for 2 s, and 1 s here
+
+
 def test_stop_string_that_the_dead_owner_had_not_seen_ends_the_sample_and_hides_the_overshoot() -> None:
     original = generation(text=TextChoice(stop=("STOP",)))
     one = only(row(original, b"go on STOP and more"))

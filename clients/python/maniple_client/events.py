@@ -54,7 +54,7 @@ class Done:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    time_to_first_token_s: float
+    time_to_first_token_s: float  # 0: not known, see inference.proto
     duration_s: float
 
 

@@ -382,9 +382,11 @@ class GenerateResponse(_message.Message):
         num_output_tokens: _builtins.int
         """Tokens of all samples."""
         time_to_first_token_s: _builtins.float
-        """Seconds from arrival to the first token."""
+        """Seconds from arrival to the first token. 0: not known, since there was none, or since it came before another
+        control plane took the request over.
+        """
         duration_s: _builtins.float
-        """Seconds from arrival to the last."""
+        """Seconds from arrival to the last. After a takeover: no more than what workers know of when it began."""
         @_builtins.property
         def prompt_logprobs(self) -> _sampling_pb2.TokenLogprobs:
             """For the tokens of the prompt, when asked for."""

@@ -551,7 +551,7 @@ class LoadModelRequest(_message.Message):
     max_model_len: _builtins.int
     """Tokens of prompt and output; 0: the model's."""
     batch_invariant: _builtins.bool
-    """Fixed tiles, fixed order: the same bits in any batch (DESIGN 7b)."""
+    """Fixed tiles, fixed order: the same bits in any batch (docs/equality.md, rule b)."""
     max_num_seqs: _builtins.int
     """Rows, to size the persistent batch."""
     max_num_batched_tokens: _builtins.int
