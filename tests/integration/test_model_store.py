@@ -159,7 +159,27 @@ def test_demo_goes_on_with_what_an_earlier_try_left(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip would find nothing
     place = resolve_model("demo", silent, cache=tmp_path)
     assert (Path(place.path) / "model.safetensors").read_bytes() == b"weights"
+    assert json.loads((Path(place.path) / "generation_config.json").read_text())["temperature"] == 0.2
     assert not work.exists()
+
+
+@pytest.mark.parametrize(
+    ("cached", "then"),
+    [
+        ({"eos_token_id": 2}, {"eos_token_id": 2, "do_sample": True, "temperature": 0.2, "top_p": 0.9}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),  # somebody's own
+    ],
+)
+def test_demo_that_is_cached_gets_the_sampling_defaults_it_lacks(
+    tmp_path: Path, cached: dict[str, object], then: dict[str, object]
+) -> None:
+    demo = tmp_path / "models" / "demo"
+    demo.mkdir(parents=True)
+    (demo / "config.json").write_text("{}")
+    (demo / "generation_config.json").write_text(json.dumps(cached))
+    assert resolve_model("demo", silent, cache=tmp_path).path == str(demo)
+    assert json.loads((demo / "generation_config.json").read_text()) == then
+    assert {path.name for path in demo.iterdir()} == {"config.json", "generation_config.json"}
 
 
 def test_demo_that_pip_cannot_have_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
