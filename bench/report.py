@@ -50,7 +50,7 @@ def summarize(name: str, outcomes: Sequence[Outcome], duration_s: float) -> dict
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Return the runs side by side, for people. Milliseconds as p50 / p90 / p99."""
-    head = f"{'server':<12}{'ok':>8}{'out tok/s':>11}{'TTFT ms':>26}{'ITL ms':>22}{'E2E ms':>28}"
+    head = f"{'server':<16}{'ok':>8}{'out tok/s':>11}{'TTFT ms':>26}{'ITL ms':>22}{'E2E ms':>28}"
     lines = [head, "-" * len(head)]
     for run in runs:
         times = {
@@ -59,7 +59,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         }
         ok = f"{run['num_requests'] - run['num_failed']}/{run['num_requests']}"
         lines.append(
-            f"{run['server']:<12}{ok:>8}{run['output_tokens_per_s']:>11.1f}{times['ttft_s']:>26}{times['itl_s']:>22}"
+            f"{run['server']:<16}{ok:>8}{run['output_tokens_per_s']:>11.1f}{times['ttft_s']:>26}{times['itl_s']:>22}"
             f"{times['e2e_s']:>28}"
         )
     return "\n".join(lines)

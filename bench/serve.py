@@ -22,7 +22,7 @@ from doors import make_door
 from load import Door, Length, make_prompts, run_closed, run_open
 from report import compare, summarize, table
 
-PEER = "peer"
+OURS, PEER = "ours", "peer"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,9 +105,9 @@ async def measure(door: Door, name: str, arguments: argparse.Namespace, vocab_si
 
 
 async def bench(arguments: argparse.Namespace, processes: Sequence[subprocess.Popen[bytes] | None]) -> dict[str, Any]:
-    sides = [(arguments.door, arguments.door, arguments.url)]
+    sides = [(f"{OURS} ({arguments.door})", arguments.door, arguments.url)]
     if arguments.peer:
-        sides.append((PEER, arguments.peer_door, arguments.peer))
+        sides.append((f"{PEER} ({arguments.peer_door})", arguments.peer_door, arguments.peer))
     runs: list[dict[str, Any]] = []
     doors: list[tuple[str, Door, int]] = []
     try:
@@ -134,13 +134,13 @@ async def bench(arguments: argparse.Namespace, processes: Sequence[subprocess.Po
         "runs": runs,
     }
     if arguments.peer:
-        result |= compare(runs, arguments.door, PEER)
+        result |= compare(runs, sides[0][0], sides[1][0])
     return result
 
 
 def main() -> int:
     arguments = parser().parse_args()
-    with started(arguments.start, arguments.door) as ours, started(arguments.start_peer, PEER) as peer:
+    with started(arguments.start, OURS) as ours, started(arguments.start_peer, PEER) as peer:
         result = asyncio.run(bench(arguments, [ours, peer] if arguments.peer else [ours]))
     print(result["load"])
     print(table(result["runs"]))

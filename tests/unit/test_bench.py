@@ -102,7 +102,8 @@ def test_bench_reports_every_request_in_a_last_line_of_json(rhythm: list[str]) -
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     # Warm-up: one request each. Then pairs in turns.
-    assert [run["server"] for run in result["runs"]] == ["maniple", "peer", "peer", "maniple"]
+    ours, peer = "ours (maniple)", "peer (maniple)"
+    assert [run["server"] for run in result["runs"]] == [ours, peer, peer, ours]
     assert all((run["num_requests"], run["num_failed"]) == (7, 0) for run in result["runs"])
     assert all(run["num_output_tokens"] == 42 for run in result["runs"])
     assert len(server.requests) == 2 + 4 * 7
