@@ -9,7 +9,7 @@ from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
 from control_plane.group.settings import GroupSettings
 from control_plane.group.worker_group import WorkerGroup
 from maniple.v1 import rank_health_pb2, scheduler_delta_pb2, worker_pb2
-from service_chassis.errors import DeltaRefused, Fenced, InvalidParameter
+from service_chassis.errors import DeltaRefused, Fenced, InvalidParameter, WrongState
 from support.fake_executor import Delta, FakeExecutor
 from support.waiting import until
 
@@ -364,3 +364,19 @@ async def test_progress_of_long_work_is_shown_while_forming(executor: FakeExecut
     await recorded.group.teardown("stop")
     with pytest.raises(GroupNotFormed):
         await forming
+
+
+async def test_rank_that_refuses_because_another_left_it_is_not_blamed() -> None:
+    executor = FakeExecutor(2)
+    recorded = Recorded(executor)
+    await recorded.form()
+    alone = executor.fakes[0]
+    alone.failure = rank_health_pb2.RankReport.Failure(kind="BrokenCollective", message="no peer", step=1)
+    alone.refusal = WrongState("the rank failed: no peer")
+    alone.say(report=alone.report())
+    recorded.send(1)
+    await until(lambda: not recorded.group.ranks()[0].connected, "the refusal ended its stream")
+    executor.kill(1)
+    await until(lambda: recorded.losses, "the verdict")
+    assert [(loss.rank, loss.reason) for loss in recorded.losses] == [(1, "rank 1 exited: killed by SIGKILL")]
+    await recorded.group.teardown("done")
