@@ -138,7 +138,6 @@ def _group_settings(config: ControlPlaneConfig, model_path: str, owner_address: 
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_steps_in_flight=config.max_steps_in_flight,
         batch_invariant=config.batch_invariant,
-        enforce_eager=config.enforce_eager,
         report_interval_s=config.report_interval_s,
         idle_report_interval_s=config.idle_report_interval_s,
         heartbeat_timeout_s=config.heartbeat_timeout_s,

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from control_plane.executors.ray_surroundings import in_placement_group
-from control_plane.executors.selection import EXECUTORS, Surroundings, choose_executor
-from control_plane.executors.worker_addresses import address_rule
+from control_plane.executors.selection import EXECUTORS, MP, UNI, Surroundings, choose_executor
+from control_plane.executors.worker_addresses import DNS, address_rule
 from service_chassis.errors import ConfigurationError
+from service_chassis.server_address import is_wildcard
 from service_chassis.settings import (
     Fault,
     above,
@@ -49,6 +50,14 @@ def _listen_rule(value: str) -> str:
     if host and colon and port.isascii() and port.isdecimal() and int(port) <= 65535:
         return ""
     return "must be HOST:PORT with a port up to 65535 (0: a free one), or unix:PATH"
+
+
+def _advertise_rule(value: str) -> str:
+    if not value or (value.startswith("unix:") and not _listen_rule(value)):
+        return ""
+    if address_rule(value) or value.startswith(("unix:", DNS)) or is_wildcard(value):
+        return "must be HOST:PORT, with a host and a port that others can connect to, or unix:PATH"
+    return ""
 
 
 def _read_groups(text: str) -> tuple[tuple[str, ...], ...]:
@@ -94,16 +103,14 @@ class ControlPlaneConfig:
     """Compute every row with the same operations whatever the rest of the batch is, so that outputs are reproducible to
     the bit in float32. Off by default: it costs speed."""
 
-    enforce_eager: bool = setting(False, topic=MODEL, read=read_switch)
-    """Compile and capture nothing: a quicker start for slower steps."""
-
     listen: str = setting("127.0.0.1:50051", topic=SERVER, read=read_text, rule=_listen_rule, metavar="ADDRESS")
     """Where clients connect: HOST:PORT or unix:PATH; port 0 takes a free one. Loopback by default, since there is no
     authentication on this port."""
 
-    advertise_address: str = setting("", topic=SERVER, read=read_text, metavar="ADDRESS")
-    """Where clients and other control planes reach this one, told to them when another one is asked for a group of
-    ours. Default: --listen, which must then be an address and no wildcard such as 0.0.0.0."""
+    advertise_address: str = setting("", topic=SERVER, read=read_text, rule=_advertise_rule, metavar="ADDRESS")
+    """Where clients and other control planes reach this one, HOST:PORT or unix:PATH, told to them when another one is
+    asked for a group of ours. Default: --listen, which must then be no wildcard such as 0.0.0.0 where workers run
+    elsewhere."""
 
     max_message_bytes: int = setting(4 * 2**20, topic=SERVER, read=read_size, rule=at_least(2**16, at_most=2**30))
     """Largest message a client may send. 4 MiB holds a million token ids, and is what gRPC clients allow by default."""
@@ -254,16 +261,16 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
         faults.append(("num_kv_blocks", 1, "must be at least 2: block 0 takes padding writes"))
     if config.num_kv_blocks and config.kv_cache_memory_bytes:
         faults.append(
-            ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, "must not be set together with num_kv_blocks")
+            ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, "must not be set together with --num-kv-blocks")
         )
     if config.batch_invariant and config.tensor_parallel_size > 1 and not config.is_scripted:
-        faults.append(("batch_invariant", True, "holds on one rank: tensor_parallel_size must be 1"))
+        faults.append(("batch_invariant", True, "holds on one rank: --tensor-parallel-size must be 1"))
     if 0 < config.max_num_batched_tokens < config.max_num_seqs:
         faults.append(
             (
                 "max_num_batched_tokens",
                 config.max_num_batched_tokens,
-                f"must be at least max_num_seqs={config.max_num_seqs}: every decoding row takes one token of a step",
+                f"must be at least --max-num-seqs {config.max_num_seqs}: every decoding row takes one token of a step",
             )
         )
     if config.worker_addresses and config.data_parallel_size not in (1, len(config.worker_addresses)):
@@ -271,16 +278,24 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
             (
                 "data_parallel_size",
                 config.data_parallel_size,
-                f"must be the number of groups in worker_addresses, {len(config.worker_addresses)}",
+                f"must be the number of groups in --worker-addresses, {len(config.worker_addresses)}",
             )
         )
     if config.max_groups and not config.worker_addresses:
-        faults.append(("max_groups", config.max_groups, "needs worker_addresses: other groups are this process's own"))
+        faults.append(
+            ("max_groups", config.max_groups, "needs --worker-addresses: other groups are this process's own")
+        )
     for name in ("heartbeat_timeout_s", "lease_s"):
         # Two lost reports in a row must not look like a death.
         least = 2 * max(config.report_interval_s, config.idle_report_interval_s)
         if getattr(config, name) < least:
-            faults.append((name, getattr(config, name), f"must be at least twice the report intervals, {least:g}"))
+            faults.append(
+                (
+                    name,
+                    getattr(config, name),
+                    f"must be at least {least:g}: twice --report-interval-s and --idle-report-interval-s",
+                )
+            )
     return faults
 
 
@@ -377,6 +392,9 @@ def resolve_auto(
     choice = choose_executor(config.executor, surroundings)
     if not choice.executor:
         raise ConfigurationError([("executor", config.executor, choice.reason)])
+    faults = _owner_faults(config, choice.executor)
+    if faults:
+        raise ConfigurationError(faults)
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else 64)
     if config.max_num_batched_tokens and not config.max_num_seqs:
         max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)
@@ -398,6 +416,17 @@ def resolve_auto(
     if chosen:
         log.info("config.resolved", **chosen)
     return resolved
+
+
+def _owner_faults(config: ControlPlaneConfig, executor: str) -> list[Fault]:
+    """Find what the owner of workers that live where ``executor`` says cannot be told."""
+    if executor in (UNI, MP):
+        rule = f"needs workers that outlive this process (remote or ray): those of --executor {executor} end with it"
+        return [("handover", "on", rule)] if config.handover else []
+    if is_wildcard(config.listen) and not config.advertise_address:
+        rule = "needs --advertise-address where workers run elsewhere: nobody can connect to a wildcard"
+        return [("listen", config.listen, rule)]
+    return []
 
 
 def _own_name(model: str) -> str:

@@ -36,20 +36,20 @@ def choose_executor(wanted: str, surroundings: Surroundings) -> Choice:
     """Return the executor to use for ``wanted``, one of EXECUTORS."""
     choice = _automatic(surroundings) if wanted == AUTO else Choice(wanted, "asked for")
     if choice.executor == REMOTE and not surroundings.has_worker_addresses:
-        return Choice("", f"executor {REMOTE} needs to know where the workers are: give worker addresses")
+        return Choice("", f"{REMOTE} needs to know where the workers are: give --worker-addresses")
     if choice.executor != REMOTE and surroundings.has_worker_addresses:
-        return Choice("", f"worker addresses are given, which executor {choice.executor} has no use for: use {REMOTE}")
+        return Choice("", f"{choice.executor} has no use for --worker-addresses: use {REMOTE}")
     if choice.executor in (UNI, MP) and surroundings.workers_elsewhere:
         return Choice(
-            "", f"executor {choice.executor} starts workers that end with it: use {REMOTE} with addresses, or {RAY}"
+            "", f"{choice.executor} starts workers that end with it: use {REMOTE} with --worker-addresses, or {RAY}"
         )
     if choice.executor == RAY and not surroundings.ray_is_installed:
-        return Choice("", f"executor {RAY} ({choice.reason}) needs Ray: pip install 'maniple[ray]'")
+        return Choice("", f"{RAY} ({choice.reason}) needs Ray: pip install 'maniple[ray]'")
     if choice.executor == UNI and surroundings.world_size > 1:
-        return Choice("", f"executor {UNI} has one rank, and {surroundings.world_size} are wanted: use {MP}")
+        return Choice("", f"{UNI} has one rank, and {surroundings.world_size} are wanted: use {MP}")
     if choice.executor == MP and surroundings.world_size > surroundings.num_local_devices:
         have, want = surroundings.num_local_devices, surroundings.world_size
-        return Choice("", f"executor {MP} has {have} devices on this machine, and {want} ranks are wanted")
+        return Choice("", f"{MP} has {have} devices on this machine, and {want} ranks are wanted")
     return choice
 
 

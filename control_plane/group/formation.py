@@ -120,7 +120,7 @@ class Formation:
         allocate_request = worker_pb2.AllocateKvCacheRequest(epoch=epoch, limits=limits)
         allocated = await self._on_all("AllocateKvCache", allocate_request, worker_pb2.AllocateKvCacheResponse)
         self._enter("warm up")
-        warm_up_request = worker_pb2.WarmUpRequest(epoch=epoch, enforce_eager=settings.enforce_eager)
+        warm_up_request = worker_pb2.WarmUpRequest(epoch=epoch)
         await self._on_all("WarmUp", warm_up_request, worker_pb2.WarmUpResponse)
         self._enter("ready")
 

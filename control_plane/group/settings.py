@@ -22,7 +22,6 @@ class GroupSettings:
     gpu_memory_utilization: float = 0.9
     max_steps_in_flight: int = 2
     batch_invariant: bool = False
-    enforce_eager: bool = False
     owner_address: str = ""
 
     report_interval_s: float = 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,12 @@ def test_every_fault_is_reported_at_once_with_field_value_and_rule() -> None:
         ("listen", "unix:" + "x" * 108),
         ("listen", "127.0.0.1:70000"),
         ("listen", ":50051"),
+        ("advertise_address", "10.0.0.1"),
+        ("advertise_address", "10.0.0.1:0"),
+        ("advertise_address", "0.0.0.0:50051"),
+        ("advertise_address", "[::]:50051"),
+        ("advertise_address", "unix:"),
+        ("advertise_address", "dns:///front:50051"),
         ("seed", -1),
         ("seed", 2**64),
         ("served_model_name", ("a", "a")),
@@ -182,6 +189,52 @@ def test_no_executor_for_what_was_asked_is_a_fault_of_the_configuration() -> Non
     assert resolve_auto(config, has_gpu=True, num_gpus=4, on_terminal=False).executor == "mp"
 
 
+@pytest.mark.parametrize("executor", ["uni", "mp", "auto"])
+def test_handover_is_refused_where_the_workers_end_with_the_process(executor: str) -> None:
+    config = load_config({"model": "scripted", "executor": executor, "handover": "true"}, {})
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_auto(config, has_gpu=False, on_terminal=False)
+    ((field, value, rule),) = caught.value.faults
+    assert (field, value) == ("handover", "on")
+    assert rule.startswith("needs workers that outlive this process")
+    elsewhere = {"model": "scripted", "worker_addresses": "a:1", "handover": "true"}
+    assert resolve_auto(load_config(elsewhere, {}), has_gpu=False, on_terminal=False).handover
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:50051", "[::]:50051"])
+def test_wildcard_without_another_address_is_refused_where_workers_run_elsewhere(listen: str) -> None:
+    def resolved(**flags: str) -> ControlPlaneConfig:
+        config = load_config({"model": "scripted", "listen": listen, **flags}, {})
+        return resolve_auto(config, has_gpu=False, on_terminal=False)
+
+    with pytest.raises(ConfigurationError) as caught:
+        resolved(worker_addresses="a:1")
+    assert [fault[:2] for fault in caught.value.faults] == [("listen", listen)]
+    assert "needs --advertise-address" in caught.value.faults[0][2]
+    for address in ("front:50051", "[fd00::1]:50051", "unix:/run/front.sock"):
+        assert resolved(worker_addresses="a:1", advertise_address=address).advertise_address == address
+    assert resolved().executor == "uni"  # nobody else asks for workers that are its own
+
+
+def test_rules_name_what_a_user_can_type() -> None:
+    """A field's name with underscores is no flag."""
+    fields = {one.name for one in dataclasses.fields(ControlPlaneConfig) if "_" in one.name}
+    contradictions: list[dict[str, object]] = [
+        {"num_kv_blocks": 64, "kv_cache_memory_bytes": 1 << 30},
+        {"max_num_seqs": 65, "max_num_batched_tokens": 64},
+        {"batch_invariant": True, "tensor_parallel_size": 2},
+        {"worker_addresses": (("a:1",),), "data_parallel_size": 2},
+        {"max_groups": 1},
+        {"lease_s": 0.5},
+    ]
+    for values in contradictions:
+        with pytest.raises(ConfigurationError) as caught:
+            ControlPlaneConfig(**values)  # type: ignore[arg-type]
+        for _, _, rule in caught.value.faults:
+            assert "--" in rule
+            assert not fields.intersection(re.findall(r"\w+", rule)), rule
+
+
 def test_auto_is_resolved_with_a_gpu() -> None:
     after = resolve_auto(ControlPlaneConfig(), has_gpu=True, on_terminal=True)
     assert (after.device, after.max_num_seqs, after.max_num_batched_tokens) == ("cuda", 256, 2048)
@@ -218,7 +271,7 @@ def test_number_of_groups_follows_from_addresses_or_size() -> None:
     three = (("a:1",), ("b:1",), ("c:1",))
     assert groups(worker_addresses=three) == groups(worker_addresses=three, data_parallel_size=3) == 3
     assert groups(worker_addresses=three, max_groups=2) == 3  # it knows three, and owns two at a time
-    with pytest.raises(ConfigurationError, match="needs worker_addresses"):
+    with pytest.raises(ConfigurationError, match="needs --worker-addresses"):
         groups(data_parallel_size=2, max_groups=1)
-    with pytest.raises(ConfigurationError, match="must be the number of groups in worker_addresses, 3"):
+    with pytest.raises(ConfigurationError, match="must be the number of groups in --worker-addresses, 3"):
         groups(worker_addresses=three, data_parallel_size=2)
