@@ -28,7 +28,7 @@ def error_of_refusal(refusal: Refusal, num_prompt_tokens: int) -> ManipleError:
 
 
 def error_of_loss(loss: LossReason, *, has_started: bool) -> ManipleError:
-    """Return the error for a request whose group is lost and that no other group takes (DESIGN 9)."""
+    """Return the error for a request whose group is lost and that no other group takes (docs/errors.md)."""
     if not has_started:
         return GroupLostBeforeStart(f"the group was lost before the request started: {loss.reason}")
     if loss.kind is LossKind.FENCED:

@@ -10,7 +10,7 @@ from control_plane.group.settings import RankStatus
 from control_plane.live_request import LiveRequest
 from service_chassis.ids import RequestId
 
-# How long the id of a finished request stays taken (DESIGN 9): a proxy's retry must not run it again.
+# How long the id of a finished request stays taken (docs/errors.md): a proxy's retry must not run it again.
 REMEMBER_ID_S = 60.0
 # How many finished requests are kept whole meanwhile: as many as workers keep tombstones.
 MAX_RECORDS = 1024

@@ -15,7 +15,8 @@ from service_chassis.interceptors import error_interceptors
 
 ChannelOptions = list[tuple[str, int]]
 
-# Meanings, and what happens without each, are in DESIGN section 10: clients and proxies ping, silent requests live.
+# Proxies and clients ping streams that are silent for long, such as those of requests that wait. By its defaults
+# a server takes that for abuse and ends the connection, with every request on it, as "too many pings".
 _KEEPALIVE: ChannelOptions = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),

@@ -1,4 +1,4 @@
-"""Bring a rank from nothing to ready: six stages, each a typed call, each visibly busy while it takes (DESIGN 4).
+"""Bring a rank from nothing to ready: six stages, each a typed call, each visibly busy while it takes.
 
 A stage runs on the device thread, to its end, whatever becomes of who asked for it; what the event loop keeps here is
 where the rank is in its life.

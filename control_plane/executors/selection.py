@@ -1,4 +1,4 @@
-"""Choose where workers live (DESIGN section 5). Pure."""
+"""Choose where workers live. Pure."""
 
 from __future__ import annotations
 

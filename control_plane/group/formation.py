@@ -1,4 +1,4 @@
-"""Make a group out of ranks: the stages of DESIGN section 4, each a typed call on all ranks, under one grant."""
+"""Make a group out of ranks: six stages, each a typed call on all ranks, under one grant (docs/protocol.md)."""
 
 from __future__ import annotations
 

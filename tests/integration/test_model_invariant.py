@@ -1,4 +1,4 @@
-"""DESIGN rule (b): scores of a batch-invariant model have the same bits however they came to be computed."""
+"""Rule (b) of docs/equality.md: a batch-invariant model's scores have the same bits however they were computed."""
 
 from __future__ import annotations
 

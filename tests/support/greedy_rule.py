@@ -1,4 +1,4 @@
-"""Compare greedy output with transformers on the same weights, as DESIGN 7 (c) words it.
+"""Compare greedy output with transformers on the same weights, as rule (c) of docs/equality.md words it.
 
 Outputs are equal, or part at a near tie: the scores of the two tokens differ by less than 1e-3 in float32, in at most
 one of fifty requests begun, and nothing after the parting is compared.

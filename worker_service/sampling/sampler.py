@@ -2,7 +2,8 @@
 
 Order: bias, allowed ids, bad words, ``min_tokens``, penalties; then greedy rows take the highest score, and the others
 divide by temperature, filter by top-k, top-p and min-p, add the protocol's noise and take the highest. Ties go to the
-lowest id. Whatever a row computes depends on that row alone, never on its mates: DESIGN rules (a) and (b) rest on it.
+lowest id. Whatever a row computes depends on that row alone, never on its mates: rules (a) and (b) of
+docs/equality.md rest on it.
 
 Runs on the host. Logits of another device are brought over, for greedy rows only the winners.
 """
