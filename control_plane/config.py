@@ -282,18 +282,17 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
             )
         )
     if config.max_groups and not config.worker_addresses:
-        faults.append(
-            ("max_groups", config.max_groups, "needs --worker-addresses: other groups are this process's own")
-        )
+        faults.append(("max_groups", config.max_groups, "needs --worker-addresses: all other groups are its own"))
     for name in ("heartbeat_timeout_s", "lease_s"):
         # Two lost reports in a row must not look like a death.
         least = 2 * max(config.report_interval_s, config.idle_report_interval_s)
+        twice = "twice --report-interval-s and --idle-report-interval-s"
         if getattr(config, name) < least:
             faults.append(
                 (
                     name,
                     getattr(config, name),
-                    f"must be at least {least:g}: twice --report-interval-s and --idle-report-interval-s",
+                    f"must be at least {least:g}, {twice}",
                 )
             )
     return faults

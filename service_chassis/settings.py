@@ -12,7 +12,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -34,11 +34,13 @@ class Setting:
     flag: str  # "--max-num-seqs"
     metavar: str
     many: bool  # takes several words
+    is_internal: bool  # for the program that starts this one: neither in the help nor in the environment
+    prefix: str = ENVIRONMENT_PREFIX
 
     @property
     def variable(self) -> str:
         """The environment variable, MANIPLE_MAX_NUM_SEQS for --max-num-seqs."""
-        return ENVIRONMENT_PREFIX + self.flag.removeprefix("--").replace("-", "_").upper()
+        return self.prefix + self.flag.removeprefix("--").replace("-", "_").upper()
 
     @property
     def is_switch(self) -> bool:
@@ -54,21 +56,24 @@ def setting(
     flag: str = "",
     metavar: str = "",
     many: bool = False,
+    is_internal: bool = False,
 ) -> T:
     """Declare a configuration field. ``flag`` defaults to the field's name with dashes."""
-    made = Setting(topic=topic, read=read, rule=rule, flag=flag, metavar=metavar, many=many)
+    made = Setting(topic=topic, read=read, rule=rule, flag=flag, metavar=metavar, many=many, is_internal=is_internal)
     return field(default=default, metadata={_KEY: made})
 
 
 def settings_of(config_class: type) -> dict[str, Setting]:
-    """Return the settings by field name, in the order of their declaration."""
+    """Return the settings by field name, in the order of their declaration.
+
+    A class whose variables begin otherwise than ``ENVIRONMENT_PREFIX`` says so in ``environment_prefix``.
+    """
+    prefix = getattr(config_class, "environment_prefix", ENVIRONMENT_PREFIX)
     found = {}
     for one in fields(config_class):
         made: Setting = one.metadata[_KEY]
         flag = made.flag or "--" + one.name.replace("_", "-")
-        found[one.name] = Setting(
-            topic=made.topic, read=made.read, rule=made.rule, flag=flag, metavar=made.metavar, many=made.many
-        )
+        found[one.name] = replace(made, flag=flag, prefix=prefix)
     return found
 
 
@@ -106,7 +111,7 @@ def read_settings(
     faults: list[Fault] = []
     for name, made in settings_of(config_class).items():
         text, source = flags.get(name), ""
-        if text is None:
+        if text is None and not made.is_internal:
             text, source = environ.get(made.variable), f" (from {made.variable})"
         if text is None:
             continue

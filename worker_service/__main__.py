@@ -8,8 +8,9 @@ import os
 import sys
 
 from service_chassis.errors import ConfigurationError
+from service_chassis.flags import fault_lines
 from service_chassis.telemetry import configure_logging
-from worker_service.config import read_config
+from worker_service.config import WorkerConfig, read_config
 from worker_service.server import exit_now, run_worker
 from worker_service.supervisor import supervise
 
@@ -27,7 +28,8 @@ def main() -> None:
         configure_logging(*config.logging(), rank=config.rank)
         code = asyncio.run(run_worker(config))
     except ConfigurationError as error:
-        print(error, file=sys.stderr)
+        print("maniple worker: nothing was started, because of", file=sys.stderr)
+        print("\n".join(fault_lines(error.faults, WorkerConfig)), file=sys.stderr)
         sys.exit(_WRONG_CONFIGURATION)
     exit_now(code)
 

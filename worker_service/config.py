@@ -10,15 +10,15 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 from service_chassis.errors import ConfigurationError
+from service_chassis.flags import add_flags, flag_texts, flag_words
 from service_chassis.protocol.broadcast_ring import ReaderFds
 from service_chassis.settings import (
     Fault,
     at_least,
     broken_rules,
-    field_docstrings,
     one_of,
     read_number,
     read_optional_whole,
@@ -31,11 +31,11 @@ from service_chassis.settings import (
 )
 from service_chassis.telemetry import LOG_FORMATS, LOG_LEVELS, LogFormat
 
-_TOPIC = "worker"
+_ADDRESSES, _RANKS, _DEVICE, _OWNER, _LOGGING = "addresses", "ranks", "device", "owner", "logging"
 
 
 def _address_rule(value: str) -> str:
-    rule = "must be host:port or unix:/path"
+    rule = "must be HOST:PORT or unix:PATH"
     if value.startswith("unix:"):
         return "" if len(value) > len("unix:") else rule
     host, _, port = value.rpartition(":")
@@ -66,57 +66,102 @@ def _ring_rule(value: str) -> str:
 class WorkerConfig:
     """The configuration of one rank."""
 
-    listen: str = setting("127.0.0.1:50061", topic=_TOPIC, read=read_text, rule=_address_rule)
-    """Where WorkerService answers: host:port, port 0 for any, or unix:/path."""
-    health_listen: str = setting("", topic=_TOPIC, read=read_text, rule=lambda v: _address_rule(v) if v else "")
+    # Not those of a control plane: MANIPLE_LISTEN in a pod's environment must not move its workers.
+    environment_prefix: ClassVar[str] = "MANIPLE_WORKER_"
+
+    listen: str = setting("127.0.0.1:50061", topic=_ADDRESSES, read=read_text, rule=_address_rule, metavar="ADDRESS")
+    """Where WorkerService answers: HOST:PORT, port 0 for any, or unix:PATH."""
+    health_listen: str = setting(
+        "", topic=_ADDRESSES, read=read_text, rule=lambda v: _address_rule(v) if v else "", metavar="ADDRESS"
+    )
     """Where RankHealthService answers, on a server and threads of its own. Default: the host of --listen, its port plus
     the number of ranks here; a Unix socket's path with -health behind it."""
-    rank: int = setting(0, topic=_TOPIC, read=read_whole, rule=at_least(0))
+    rank: int = setting(0, topic=_RANKS, read=read_whole, rule=at_least(0))
     """Place in the group; under a supervisor of several ranks, of its first. A Join that means another is refused."""
-    world_size: int = setting(1, topic=_TOPIC, read=read_whole, rule=at_least(1))
-    """Ranks of the group. Default: those that run here."""
-    tensor_parallel_size: int = setting(1, topic=_TOPIC, read=read_whole, rule=at_least(1))
+    world_size: int = setting(1, topic=_RANKS, read=read_whole, rule=at_least(1), metavar="RANKS")
+    """Ranks of the group. Not given: as many as run here."""
+    tensor_parallel_size: int = setting(1, topic=_RANKS, read=read_whole, rule=at_least(1), metavar="RANKS")
     """Ranks to run here, each in a process of its own on the next port, of which all end when one does. 1: this process
     is the rank."""
-    device: str = setting("auto", topic=_TOPIC, read=read_text, rule=one_of("auto", "cpu", "cuda"))
+    device: str = setting("auto", topic=_DEVICE, read=read_text, rule=one_of("auto", "cpu", "cuda"))
     """auto, cpu or cuda. auto is resolved when the model loads: a scripted model needs no torch to ask."""
-    first_device: int = setting(0, topic=_TOPIC, read=read_whole, rule=at_least(0))
+    first_device: int = setting(0, topic=_DEVICE, read=read_whole, rule=at_least(0), metavar="INDEX")
     """Index of the device of rank 0; other ranks have the next ones. Groups on one machine begin at different ones."""
-    num_threads: int = setting(0, topic=_TOPIC, read=read_whole, rule=at_least(0, at_most=1024))
+    num_threads: int = setting(0, topic=_DEVICE, read=read_whole, rule=at_least(0, at_most=1024), metavar="THREADS")
     """CPU threads of one forward; 0 is all cores, shared with the ranks of the group that may use the same ones."""
-    parent_fd: int | None = setting(None, topic=_TOPIC, read=read_optional_whole, rule=_open_descriptor_rule)
+    parent_fd: int | None = setting(
+        None, topic=_OWNER, read=read_optional_whole, rule=_open_descriptor_rule, is_internal=True
+    )
     """Read end of a pipe that closes when the parent dies; this process then ends at once. Unset: no parent."""
-    delta_ring_fds: str = setting("", topic=_TOPIC, read=read_text, rule=_ring_rule)
+    delta_ring_fds: str = setting("", topic=_OWNER, read=read_text, rule=_ring_rule, is_internal=True)
     """The parent's ring in shared memory, through which deltas come: three descriptors, as it passed them on. Empty:
     deltas come on Steps."""
-    report_interval_s: float = setting(0.1, topic=_TOPIC, read=read_number, rule=at_least(0.01, at_most=60))
+    report_interval_s: float = setting(
+        0.1, topic=_OWNER, read=read_number, rule=at_least(0.01, at_most=60), metavar="SECONDS"
+    )
     """Seconds between reports while a step is outstanding or long work is under way."""
-    idle_report_interval_s: float = setting(1.0, topic=_TOPIC, read=read_number, rule=at_least(0.01, at_most=60))
+    idle_report_interval_s: float = setting(
+        1.0, topic=_OWNER, read=read_number, rule=at_least(0.01, at_most=60), metavar="SECONDS"
+    )
     """Seconds between reports while idle."""
-    hello_timeout_s: float = setting(10.0, topic=_TOPIC, read=read_number, rule=at_least(0.1, at_most=600))
+    hello_timeout_s: float = setting(
+        10.0, topic=_OWNER, read=read_number, rule=at_least(0.1, at_most=600), metavar="SECONDS"
+    )
     """Seconds that a new Steps stream may take to say Hello."""
-    announce_fd: int | None = setting(None, topic=_TOPIC, read=read_optional_whole, rule=_open_descriptor_rule)
+    announce_fd: int | None = setting(
+        None, topic=_OWNER, read=read_optional_whole, rule=_open_descriptor_rule, is_internal=True
+    )
     """Write end of a pipe that gets a line of JSON, {"address", "health_address", "pid"}, once both servers listen."""
-    orphan_grace_s: float = setting(60.0, topic=_TOPIC, read=read_number, rule=at_least(0, at_most=86400))
+    orphan_grace_s: float = setting(
+        60.0, topic=_OWNER, read=read_number, rule=at_least(0, at_most=86400), metavar="SECONDS"
+    )
     """Seconds of silence of the owner after which the rank exits; 0 is never. A rank never owned waits for ever."""
-    allow_plaintext_snapshot: bool = setting(False, topic=_TOPIC, read=read_switch)
+    allow_plaintext_snapshot: bool = setting(False, topic=_OWNER, read=read_switch)
     """Send snapshots, which hold prompts and outputs, in plaintext over a network. Unix sockets, the loopback (a
     sidecar's mTLS too) and TLS need no permission."""
     max_step_message_bytes: int = setting(
-        64 << 20, topic=_TOPIC, read=read_whole, rule=at_least(1 << 20, at_most=1 << 30)
+        64 << 20, topic=_ADDRESSES, read=read_whole, rule=at_least(1 << 20, at_most=1 << 30), metavar="BYTES"
     )
     """Largest message taken. Prompts over 1 MiB do not travel in deltas, so a delta stays far below."""
-    allow_insecure_serialization: bool = setting(False, topic=_TOPIC, read=read_switch)
+    allow_insecure_serialization: bool = setting(False, topic=_OWNER, read=read_switch)
     """Run functions that the owner sends pickled (collective_rpc of a callable). Off: whoever reaches the port could
     run any code here."""
-    log_level: str = setting("info", topic=_TOPIC, read=read_text, rule=one_of(*LOG_LEVELS))
+    log_level: str = setting("info", topic=_LOGGING, read=read_text, rule=one_of(*LOG_LEVELS))
     """debug, info, warning or error."""
-    log_format: str = setting("auto", topic=_TOPIC, read=read_text, rule=one_of(*LOG_FORMATS))
+    log_format: str = setting("auto", topic=_LOGGING, read=read_text, rule=one_of(*LOG_FORMATS))
     """auto, json or console; auto is colours on a terminal and JSON on a pipe."""
 
     def logging(self) -> tuple[str, LogFormat]:
         """Return what ``configure_logging`` takes."""
         return self.log_level, cast(LogFormat, self.log_format)
+
+
+_EPILOG = """\
+Every flag has an environment variable, named in brackets; a flag wins over it. Under torchrun rank and world size come
+from it.
+
+Examples:
+  maniple worker
+  maniple worker --listen 0.0.0.0:50061 --tensor-parallel-size 2
+  maniple worker --listen 10.0.0.2:50061 --tensor-parallel-size 4 --rank 4 --world-size 8
+  MANIPLE_WORKER_ORPHAN_GRACE_S=0 maniple worker --listen unix:/run/rank0.sock
+
+Then, where clients connect: maniple control-plane --worker-addresses ADDRESS
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="maniple worker",
+        usage="maniple worker [FLAGS]",
+        description="Run the ranks of one group on this machine, for a control plane elsewhere. Which model they "
+        "load comes from there.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flags(parser, WorkerConfig)
+    return parser
 
 
 def read_config(arguments: Sequence[str], environment: Mapping[str, str]) -> WorkerConfig:
@@ -125,17 +170,8 @@ def read_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Wor
     Raises:
         ConfigurationError: with every fault there is.
     """
-    parser = argparse.ArgumentParser(prog="python -m worker_service", description="Serve one rank of a group.")
-    docs = field_docstrings(WorkerConfig)
-    for name, one in settings_of(WorkerConfig).items():
-        # Everything is text here: argparse would stop at the first value that it cannot convert.
-        text = docs[name].replace("%", "%%")
-        if one.is_switch:
-            parser.add_argument(one.flag, dest=name, nargs="?", const="true", help=text)
-        else:
-            parser.add_argument(one.flag, dest=name, help=text)
-    known, unknown = parser.parse_known_args(list(arguments))
-    flags = {name: text for name, text in vars(known).items() if text is not None}
+    known, unknown = _parser().parse_known_args(list(arguments))
+    flags = flag_texts(known, WorkerConfig)
     faults: list[Fault] = [(text, "", "is not a known flag") for text in unknown]
     values, unreadable = read_settings(WorkerConfig, flags, environment)
     faults += unreadable
@@ -153,7 +189,7 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
     """Fill in what follows from other values; add what does not fit together to ``faults``."""
     num_here = max(config.tensor_parallel_size, launched.num_here)
     if config.rank + config.tensor_parallel_size > config.world_size:
-        rule = f"must be below world_size, which is {config.world_size}"
+        rule = f"must be below --world-size, which is {config.world_size}"
         if config.tensor_parallel_size > 1:
             rule = f"with {config.tensor_parallel_size - 1} more behind it, {rule}"
         faults.append(("rank", config.rank, rule))
@@ -164,10 +200,10 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
     if _address_rule(listen):
         return config
     if num_here > 1 and (listen.startswith("unix:") or listen.endswith(":0")):
-        faults.append(("listen", listen, "must be host:port with a port that is not 0, for several ranks"))
+        faults.append(("listen", listen, "must be HOST:PORT with a port that is not 0, for several ranks"))
     health_listen = health_listen or beside(listen, num_here)
     if listen == health_listen and not listen.endswith(":0"):
-        faults.append(("health_listen", health_listen, "must differ from listen"))
+        faults.append(("health_listen", health_listen, "must differ from --listen"))
     return dataclasses.replace(
         config,
         listen=next_address(listen, launched.index),
@@ -194,7 +230,7 @@ def command_line(config: WorkerConfig) -> list[str]:
     for name, one in settings_of(WorkerConfig).items():
         value = getattr(config, name)
         if value is not None and name not in ("parent_fd", "announce_fd"):
-            words += [one.flag, str(value)]
+            words += flag_words(one.flag, value)
     return words
 
 
@@ -208,7 +244,7 @@ class Launched:
 
 
 def launched_by_torchrun(environment: Mapping[str, str], faults: list[Fault]) -> Launched:
-    """Read what torchrun tells its processes. Flags and MANIPLE_* go over it.
+    """Read what torchrun tells its processes. Flags and MANIPLE_WORKER_* go over it.
 
     Each rank listens on the port of --listen plus its place on its machine, as under ``maniple worker
     --tensor-parallel-size``. MASTER_ADDR is not needed: rank 0 says in Join where the others find it.

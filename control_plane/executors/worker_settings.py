@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from service_chassis.flags import flag_words
 from service_chassis.ids import Rank
 
 
@@ -42,4 +43,5 @@ class WorkerSettings:
             "log-format": self.log_format,
             **{name.replace("_", "-"): value for name, value in more.items()},
         }
-        return ["-m", "worker_service", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+        words = (word for name, value in flags.items() for word in flag_words(f"--{name}", value))
+        return ["-m", "worker_service", *words]

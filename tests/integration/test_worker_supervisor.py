@@ -137,7 +137,7 @@ def test_container_that_cannot_listen_says_why(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     # A line that is no JSON is marked with whose it is.
-    assert re.search(r"^\[rank [01]\] listen='203\.0\.113\.1:\d+': cannot be bound", done.stderr, re.MULTILINE)
+    assert re.search(r"^\[rank [01]\]   --listen 203\.0\.113\.1:\d+: cannot be bound", done.stderr, re.MULTILINE)
 
 
 async def test_ranks_that_torchrun_started_form_a_group(tmp_path: Path) -> None:

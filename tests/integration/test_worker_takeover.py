@@ -338,7 +338,7 @@ async def test_snapshot_is_for_the_owner_only(tmp_path: Path) -> None:
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "FENCED")
 
 
-@pytest.mark.parametrize("flags", [(), ("--allow-plaintext-snapshot", "true")])
+@pytest.mark.parametrize("flags", [(), ("--allow-plaintext-snapshot",)])
 async def test_snapshot_does_not_leave_in_plaintext_unless_it_may(tmp_path: Path, flags: tuple[str, ...]) -> None:
     address = address_of_this_machine()
     if address is None:

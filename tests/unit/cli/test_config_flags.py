@@ -47,3 +47,9 @@ def test_unreadable_flags_reach_the_report_instead_of_ending_the_parse(parser: a
 def test_faults_are_printed_under_the_flags_name(capsys: pytest.CaptureFixture[str]) -> None:
     print_faults(ConfigurationError([("kv_cache_memory_bytes", "x", "must be a size")]), "maniple serve")
     assert "  --kv-cache-memory x: must be a size" in capsys.readouterr().err
+
+
+def test_help_shows_no_empty_default(parser: argparse.ArgumentParser) -> None:
+    shown = " ".join(parser.format_help().split())
+    assert "(default )" not in shown
+    assert "(default 127.0.0.1:50051) [MANIPLE_LISTEN]" in shown

@@ -2,28 +2,57 @@ from __future__ import annotations
 
 import pytest
 
+from control_plane.config import ControlPlaneConfig
 from service_chassis.errors import ConfigurationError
+from service_chassis.settings import settings_of
 from worker_service.config import WorkerConfig, command_line, read_config
 from worker_service.supervisor import rank_config
 
 
 def test_flag_goes_over_environment_over_default() -> None:
-    config = read_config(["--device", "cpu"], {"MANIPLE_DEVICE": "cuda", "MANIPLE_NUM_THREADS": "3"})
+    config = read_config(["--device", "cpu"], {"MANIPLE_WORKER_DEVICE": "cuda", "MANIPLE_WORKER_NUM_THREADS": "3"})
     assert (config.device, config.num_threads, config.log_level) == ("cpu", 3, WorkerConfig().log_level)
+
+
+def test_variables_are_none_of_a_control_planes() -> None:
+    assert read_config([], {"MANIPLE_LISTEN": "10.0.0.1:1", "MANIPLE_DEVICE": "cuda"}) == read_config([], {})
+    assert read_config([], {"MANIPLE_WORKER_LISTEN": "10.0.0.1:1"}).listen == "10.0.0.1:1"
+    ours = {made.variable for made in settings_of(WorkerConfig).values()}
+    assert not ours & {made.variable for made in settings_of(ControlPlaneConfig).values()}
+
+
+def test_help_has_topics_defaults_and_variables_and_no_flag_that_only_programs_use(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_config(["--help"], {})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    assert shown.startswith("usage: maniple worker [FLAGS]")
+    for part in ("addresses:", "ranks:", "Examples:", "(default 127.0.0.1:50061) [MANIPLE_WORKER_LISTEN]"):
+        assert part in shown
+    assert "-fd" not in shown
+    assert "(default )" not in shown
+    for made in settings_of(WorkerConfig).values():
+        assert (f"{made.flag} " in shown or f"{made.flag}," in shown) is not made.is_internal
+
+
+def test_descriptors_are_not_read_from_the_environment() -> None:
+    assert read_config([], {"MANIPLE_WORKER_PARENT_FD": "9999"}).parent_fd is None
 
 
 def test_all_faults_are_reported_at_once() -> None:
     arguments = "--rank 2 --world-size 2 --device tpu --num-threads many --listen nowhere --parent-fd 9999 --frobnicate"
     with pytest.raises(ConfigurationError) as caught:
-        read_config(arguments.split(), {"MANIPLE_LOG_LEVEL": "loud"})
+        read_config(arguments.split(), {"MANIPLE_WORKER_LOG_LEVEL": "loud"})
     by_field = {field: rule for field, _, rule in caught.value.faults}
     assert set(by_field) == {"rank", "device", "num_threads", "listen", "parent_fd", "--frobnicate", "log_level"}
-    assert by_field["rank"] == "must be below world_size, which is 2"
+    assert by_field["rank"] == "must be below --world-size, which is 2"
     assert by_field["parent_fd"] == "must be an open file descriptor"
 
 
 def test_both_servers_on_one_address_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="must differ from listen"):
+    with pytest.raises(ConfigurationError, match="must differ from --listen"):
         read_config(["--listen", "127.0.0.1:7000", "--health-listen", "127.0.0.1:7000"], {})
     read_config(["--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0"], {})
 
@@ -49,7 +78,7 @@ def test_what_follows_from_other_values_is_filled_in(words: str, expected: tuple
     [
         ("--tensor-parallel-size 2 --listen unix:/w", "listen", "for several ranks"),
         ("--tensor-parallel-size 2 --listen a:0", "listen", "for several ranks"),
-        ("--tensor-parallel-size 2 --world-size 1", "rank", "with 1 more behind it, must be below world_size"),
+        ("--tensor-parallel-size 2 --world-size 1", "rank", "with 1 more behind it, must be below --world-size"),
         ("--tensor-parallel-size 4 --world-size 6 --rank 4", "rank", "with 3 more behind it"),
         ("--tensor-parallel-size 0", "tensor_parallel_size", "must be at least 1"),
     ],
@@ -78,7 +107,7 @@ def test_torchrun_says_which_rank_and_the_port_follows_from_the_place_on_the_mac
 
 
 def test_torchrun_comes_before_defaults_and_after_everything_else() -> None:
-    config = read_config(["--world-size", "16"], TORCHRUN | {"MANIPLE_RANK": "9"})
+    config = read_config(["--world-size", "16"], TORCHRUN | {"MANIPLE_WORKER_RANK": "9"})
     assert (config.rank, config.world_size) == (9, 16)
     with pytest.raises(ConfigurationError, match="torchrun, which starts a process for every rank"):
         read_config(["--tensor-parallel-size", "2"], TORCHRUN)
