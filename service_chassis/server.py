@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -57,10 +58,13 @@ def bind(server: grpc.aio.Server | grpc.Server, address: str, field: str = "list
     if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
         # grpc would unlink the socket and bind anew: a stale one may go so, a living server's must not.
         raise ConfigurationError([(field, address, "the socket is in use by another process")])
+    # Asked before grpc, which says why only in a line of its own on standard error.
+    if failure := _bind_failure(address):
+        raise ConfigurationError([(field, address, failure)])
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigurationError([(field, address, _bind_failure(address))]) from error
+        raise ConfigurationError([(field, address, _bind_failure(address) or "cannot be bound")]) from error
     if address.startswith("unix:"):
         return address
     host, _, _ = address.rpartition(":")
@@ -78,7 +82,7 @@ def _answers(path: str) -> bool:
 
 
 def _bind_failure(address: str) -> str:
-    """Say why grpc could not bind. It does not say itself, so the plain bind is tried again."""
+    """Say why ``address`` cannot be bound, by binding it; nothing where it can. grpc does not say itself."""
     if address.startswith("unix:"):
         return _unix_bind_failure(Path(address.removeprefix("unix:")))
     host, _, port = address.rpartition(":")
@@ -87,15 +91,24 @@ def _bind_failure(address: str) -> str:
         found = socket.getaddrinfo(host or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (ValueError, OSError) as error:
         return f"cannot be resolved: {error}"
-    family, kind, _, _, where = found[0]
-    with socket.socket(family, kind) as probe:
-        try:
+    failures = [_failure_of(family, kind, where) for family, kind, _, _, where in found]
+    # A name may stand for several addresses: grpc is content with one, but a port in use is an error on any.
+    in_use = errno.EADDRINUSE in failures
+    if in_use or all(failures):
+        return f"port {port} is in use by another process" if in_use else f"cannot be bound: {os.strerror(failures[0])}"
+    return ""
+
+
+def _failure_of(family: int, kind: int, where: tuple[Any, ...]) -> int:
+    """Bind one address; return the error number, 0 where it went well."""
+    try:
+        with socket.socket(family, kind) as probe:
+            # As grpc does: connections of an earlier server that linger are no obstacle, one that listens is.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return f"port {port} is in use by another process"
-            return f"cannot be bound: {os.strerror(error.errno or 0)}"
-    return "cannot be bound"
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
 
 
 def _unix_bind_failure(path: Path) -> str:
@@ -108,4 +121,4 @@ def _unix_bind_failure(path: Path) -> str:
         return f"the directory {path.parent} is not writable"
     if path.exists() and not path.is_socket():
         return "a file that is no socket is in the way"
-    return "cannot be bound"
+    return ""

@@ -7,7 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from control_plane.cli.connection import add_server_flag, report, server_address
 from control_plane.exit_codes import FAILURE, INTERRUPTED, OK
@@ -28,7 +30,11 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_server_flag(made)
-    made.add_argument("--json", action="store_true", help="print JSON, one line an answer")
+    made.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON, one line an answer; names and values of maniple.v1.GetStatusResponse",
+    )
     made.add_argument("--watch", action="store_true", help="ask again and again until Ctrl-C")
     made.add_argument(
         "--interval-s", type=float, default=1.0, metavar="SECONDS", help="between two answers (default 1)"
@@ -128,9 +134,25 @@ def as_text(status: admin_pb2.GetStatusResponse, address: str) -> str:
 def as_json(status: admin_pb2.GetStatusResponse) -> str:
     from google.protobuf.json_format import MessageToDict
 
-    return json.dumps(
-        MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    )
+    shown = MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    _make_numbers(status.DESCRIPTOR, shown)
+    return json.dumps(shown)
+
+
+_WHOLE = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
+
+
+def _make_numbers(descriptor: Descriptor, shown: dict[str, Any]) -> None:
+    """Turn the 64-bit numbers in ``shown`` into numbers. Protobuf writes them as strings, for JavaScript's sake."""
+    for field in descriptor.fields:
+        value = shown.get(field.name)
+        if value is None:
+            continue
+        if field.cpp_type in _WHOLE:
+            shown[field.name] = [int(one) for one in value] if isinstance(value, list) else int(value)
+        elif field.message_type is not None:
+            for one in value if isinstance(value, list) else [value]:
+                _make_numbers(field.message_type, one)
 
 
 def _duration(seconds: float) -> str:

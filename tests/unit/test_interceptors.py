@@ -234,6 +234,29 @@ async def test_bind_says_why_in_a_sentence() -> None:
         bind(make_server(LIMIT), "unix:/tmp/" + "x" * 120)
 
 
+async def test_taken_port_is_told_by_our_sentence_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+            with pytest.raises(ConfigurationError, match="is in use by another process"):
+                bind(make_server(LIMIT), f"{host}:{taken.getsockname()[1]}")
+    assert capfd.readouterr().err == ""  # where grpc's own line would be
+
+
+async def test_port_whose_connections_linger_is_bound() -> None:
+    with socket.socket() as earlier:
+        earlier.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as grpc's own
+        earlier.bind(("127.0.0.1", 0))
+        earlier.listen()
+        port = earlier.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = earlier.accept()
+            accepted.close()  # the side that closes first waits in TIME_WAIT
+            assert client.recv(1) == b""
+    assert bind(make_server(LIMIT), f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
+
+
 @pytest.mark.parametrize("where", ["127.0.0.1:0", "unix:{}/x.sock"])
 async def test_address_of_a_living_server_is_refused(where: str, tmp_path: Path) -> None:
     first = make_server(LIMIT)
