@@ -211,7 +211,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Replay a log that `--record-deltas` wrote: every delta must lead the batch state to the digest "
         "that it carries. Names the first step that does not. Needs neither workers nor a model. A log holds the "
         "prompts and outputs of its requests; what this prints holds none of them.",
-        epilog="Exit code 0: every digest equal; 1: one differs; 2: no log.",
+        epilog="Exit code 0: every digest equal; 1: one differs; 2: no log.\n\nExamples:\n"
+        "  maniple serve --record-deltas /tmp/deltas\n  maniple replay /tmp/deltas",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="the log")

@@ -10,8 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 from control_plane.announcement import Announcement, Lost, Ready, StageProgress, Stopping
+from control_plane.cli.command_name import command_name
 from maniple_client.channel import DEFAULT_ADDRESS
 from service_chassis.ids import Rank
+from service_chassis.server_address import local_target
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -41,11 +43,12 @@ def from_json(line: str) -> Announcement | None:
 
 def ready_line(ready: Ready) -> str:
     """Say that requests are accepted, and what to type next."""
-    at = "" if ready.address == DEFAULT_ADDRESS else f" --server {ready.address}"
+    target = local_target(ready.address)
+    at = "" if target == DEFAULT_ADDRESS else f" --server {target}"
     tokens = ready.num_blocks * ready.block_size
     return (
         f"Serving {ready.model} on {ready.address} (context {ready.max_model_len} tokens, KV cache {tokens} tokens). "
-        f"Now type: maniple chat{at}"
+        f"Now type: {command_name()} chat{at}"
     )
 
 

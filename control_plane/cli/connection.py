@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from control_plane.cli.command_name import command_name
 from control_plane.exit_codes import FAILURE
 from maniple_client.channel import DEFAULT_ADDRESS
 from maniple_client.errors import ManipleError, TransportLost
@@ -81,7 +82,7 @@ def report(command: str, error: ManipleError, address: str) -> int:
     """Say why a call failed and what may help; return the exit code."""
     print(f"{command}: {error.message}", file=sys.stderr)
     if isinstance(error, TransportLost):
-        print(f"Is a server running on {address}? `maniple serve` starts one.", file=sys.stderr)
+        print(f"Is a server running on {address}? `{command_name()} serve` starts one.", file=sys.stderr)
     elif error.retry_after_s is not None:
         print(f"Try again in {error.retry_after_s:g} s.", file=sys.stderr)
     elif error.incident_id:

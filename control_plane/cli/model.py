@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from control_plane.announcement import StageProgress
 from control_plane.cli.announcements import display
+from control_plane.cli.command_name import command_name
 from control_plane.config import model_faults
 from control_plane.exit_codes import FAILURE, OK, USAGE
 from service_chassis.errors import ConfigurationError, ManipleError
@@ -25,9 +26,25 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     verbs = made.add_subparsers(dest="verb", required=True, metavar="{fetch,list}")
-    fetch = verbs.add_parser("fetch", help="fetch a model, and convert it where that is needed", allow_abbrev=False)
-    fetch.add_argument("model", help="demo, a hub id, or a .gguf file")
-    verbs.add_parser("list", help="list the models in the cache", allow_abbrev=False)
+    fetch = verbs.add_parser(
+        "fetch",
+        help="fetch a model, and convert it where that is needed",
+        description="Fetch a model into the cache, and convert it where that is needed, so that a server starts with "
+        "it at once. What is there already is kept.",
+        epilog="Examples:\n  maniple model fetch demo\n  maniple model fetch HuggingFaceTB/SmolLM2-135M-Instruct\n"
+        "  maniple model fetch ./my-model.gguf\n  MANIPLE_CACHE=/models maniple model fetch demo",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    fetch.add_argument("model", metavar="NAME", help="demo, a hub id, or a .gguf file")
+    verbs.add_parser(
+        "list",
+        help="list the models in the cache",
+        description="List the models in the cache: name, size, directory.",
+        epilog="Examples:\n  maniple model list\n  MANIPLE_CACHE=/models maniple model list",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     return made
 
 
@@ -61,7 +78,7 @@ def _fetch(model: str) -> int:
     if reason:
         print(f"maniple model fetch: {model}: {reason}", file=sys.stderr)
         return FAILURE
-    print(f"{place.name} is in {place.path}. Now type: maniple serve --model {model}")
+    print(f"{place.name} is in {place.path}. Now type: {command_name()} serve --model {model}")
     return OK
 
 
@@ -70,7 +87,7 @@ def _list() -> int:
 
     models = list_models()
     if not models:
-        print("The cache is empty. `maniple model fetch demo` fetches a small chat model.")
+        print(f"The cache is empty. `{command_name()} model fetch demo` fetches a small chat model.")
         return OK
     width = max(len(model.name) for model in models)
     for model in models:

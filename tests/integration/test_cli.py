@@ -68,11 +68,16 @@ def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("command", ["serve", "control-plane", "generate", "chat", "status", "demo"])
+@pytest.mark.parametrize(
+    "command",
+    ["serve", "control-plane", "worker", "generate", "chat", "status", "replay", "model fetch", "model list", "demo"],
+)
 def test_every_command_explains_itself(command: str) -> None:
-    done = maniple(command, "--help")
+    done = maniple(*command.split(), "--help")
     assert done.returncode == 0
+    assert done.stdout.startswith(f"usage: maniple {command} ")
     assert len(done.stdout) > 200
+    assert "Examples:" in done.stdout or command in ("chat", "demo")
 
 
 @pytest.mark.parametrize("words", [(), ("sing",), ("serve", "--no-such-flag"), ("generate",), ("chat", "--n", "2")])
@@ -96,6 +101,10 @@ def test_serve_reports_every_fault_at_once_and_starts_nothing() -> None:
 def test_control_plane_starts_no_worker_itself_and_checks_its_flags() -> None:
     done = maniple("control-plane", "--model", "scripted")
     assert (done.returncode, "needs to know where the workers are" in done.stderr) == (2, True)
+    done = maniple("control-plane", "--worker-addresses", "a:1", "--listen", "0.0.0.0:0", "--model", "scripted")
+    assert (done.returncode, "--listen 0.0.0.0:0: needs --advertise-address" in done.stderr) == (2, True)
+    done = maniple("serve", "--handover", "--model", "scripted")
+    assert (done.returncode, "--handover on: needs workers that outlive" in done.stderr) == (2, True)
     done = maniple("control-plane", "--dtype", "int3", "--worker-addresses", "here")
     assert done.returncode == 2
     assert "--dtype int3" in done.stderr
@@ -128,7 +137,7 @@ def test_generate_json_prints_one_event_a_line(server: FakeServer) -> None:
 def test_generate_without_a_server_says_how_to_start_one() -> None:
     done = maniple("generate", "x", "--server", "127.0.0.1:1")
     assert done.returncode == 1
-    assert "`maniple serve` starts one" in done.stderr
+    assert "maniple serve` starts one" in done.stderr
 
 
 def test_ctrl_c_ends_generate_with_130_and_frees_the_server(server: FakeServer) -> None:

@@ -168,7 +168,7 @@ async def test_ctrl_c_on_a_terminal_says_what_happens_in_one_line() -> None:
                 await asyncio.sleep(0.01)
 
     try:
-        await shows("Now type: maniple chat --server ")
+        await shows(" chat --server ")
         address = shown.decode().split("--server ")[1].split()[0]
         async with grpc.aio.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)

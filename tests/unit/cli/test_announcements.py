@@ -89,11 +89,18 @@ def test_bars_on_a_terminal_end_in_the_ready_line() -> None:
     assert "Stopping: SIGTERM; 3 requests may still finish" in out.getvalue()
 
 
-def test_ready_line_says_what_to_type_next() -> None:
+def test_ready_line_says_what_to_type_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert ready_line(READY).endswith("Now type: maniple chat")
     assert "1600 tokens" in ready_line(READY)
     elsewhere = Ready("unix:/tmp/s", "demo", 8192, 100, 16)
     assert ready_line(elsewhere).endswith("Now type: maniple chat --server unix:/tmp/s")
+
+
+def test_ready_line_of_a_wildcard_says_where_to_connect_to() -> None:
+    assert ready_line(Ready("0.0.0.0:50052", "demo", 8192, 100, 16)).endswith(" chat --server 127.0.0.1:50052")
+    assert ready_line(Ready("[::]:50052", "demo", 8192, 100, 16)).endswith(" chat --server 127.0.0.1:50052")
+    assert ready_line(Ready("0.0.0.0:50051", "demo", 8192, 100, 16)).endswith(" chat")
 
 
 def test_display_without_a_terminal_is_plain() -> None:
