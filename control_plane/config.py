@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from control_plane.executors.ray_surroundings import in_placement_group
-from control_plane.executors.selection import EXECUTORS, MP, UNI, Surroundings, choose_executor
+from control_plane.executors.selection import EXECUTORS, MP, REMOTE, UNI, Surroundings, choose_executor
 from control_plane.executors.worker_addresses import DNS, address_rule
 from service_chassis.errors import ConfigurationError
 from service_chassis.server_address import is_wildcard
@@ -422,6 +422,8 @@ def _owner_faults(config: ControlPlaneConfig, executor: str) -> list[Fault]:
     if executor in (UNI, MP):
         rule = f"needs workers that outlive this process (remote or ray): those of --executor {executor} end with it"
         return [("handover", "on", rule)] if config.handover else []
+    if executor == REMOTE and config.num_threads:
+        return [("num_threads", config.num_threads, "is not told to workers that run: give it to `maniple worker`")]
     if is_wildcard(config.listen) and not config.advertise_address:
         rule = "needs --advertise-address where workers run elsewhere: nobody can connect to a wildcard"
         return [("listen", config.listen, rule)]

@@ -216,6 +216,12 @@ def test_wildcard_without_another_address_is_refused_where_workers_run_elsewhere
     assert resolved().executor == "uni"  # nobody else asks for workers that are its own
 
 
+def test_threads_of_workers_that_run_already_are_refused() -> None:
+    config = load_config({"model": "scripted", "worker_addresses": "a:1", "num_threads": "2"}, {})
+    with pytest.raises(ConfigurationError, match="give it to `maniple worker`"):
+        resolve_auto(config, has_gpu=False, on_terminal=False)
+
+
 def test_rules_name_what_a_user_can_type() -> None:
     """A field's name with underscores is no flag."""
     fields = {one.name for one in dataclasses.fields(ControlPlaneConfig) if "_" in one.name}
