@@ -162,7 +162,8 @@ async def _control_plane_killed(around: Surroundings, settings: Settings, repeti
             measured.seconds["nothing left"] = 30.0
             measured.wrong.append(f"{len(tree(target.main.pid) & pids)} processes lived on after 30 s")
         if not settings.peer:
-            await until(lambda: not around.temporary_files(), 5.0, "an empty temporary directory")
+            # The sockets of a process go with its last thread, a moment after the process counts as dead.
+            await until(lambda: not any(around.left().values()), 30.0, "the end of its sockets and files")
             measured.seconds["nothing left"] = time.monotonic() - since
     return measured
 

@@ -18,11 +18,12 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from cycles import run_cycles
 from fault_cases import CASES, Case, Measured, Settings
-from processes import Surroundings
+from processes import Surroundings, until
 
 CYCLES = "cycles"
 SLUGS = {case.name.replace(" ", "-"): case for case in CASES}
@@ -60,7 +61,7 @@ async def run_case(case: Case, settings: Settings, repetitions: int) -> dict[str
         try:
             measured = await case.run(around, settings, repetition)
             if not settings.peer:
-                measured.wrong += [f"{kind} left: {what}" for kind, what in around.left().items() if what]
+                measured.wrong += await left_after(around)
         except (TimeoutError, RuntimeError, OSError) as error:
             measured = Measured(wrong=[f"{type(error).__name__}: {error}"])
         finally:
@@ -83,6 +84,13 @@ async def run_case(case: Case, settings: Settings, repetitions: int) -> dict[str
         )
     wrong = sorted({sentence for measured in taken for sentence in measured.wrong})
     return {"case": case.name, "repetitions": repetitions, "figures": figures, "wrong": wrong}
+
+
+async def left_after(around: Surroundings) -> list[str]:
+    """Say what is left of a server that has ended."""
+    with suppress(TimeoutError):
+        await until(lambda: not any(around.left().values()), 2.0, "nothing", every_s=0.05)
+    return [f"{kind} left: {what}" for kind, what in around.left().items() if what]
 
 
 def is_missed(result: dict[str, Any]) -> bool:

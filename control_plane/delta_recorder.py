@@ -6,8 +6,11 @@ up, or fails, a group's recording pauses until the group is formed anew, since a
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import BinaryIO
 
 from control_plane.group.settings import GroupFacts
@@ -15,21 +18,24 @@ from maniple.v1 import worker_pb2
 from maniple.v1.delta_log_pb2 import DeltaLogEntry
 from maniple.v1.scheduler_delta_pb2 import StepResult
 from service_chassis.errors import ConfigurationError
-from service_chassis.protocol.delta_recording import NotARecording, framed, open_for_appending
+from service_chassis.protocol.delta_recording import NotARecording, check_path, framed, open_for_appending
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
 
 # Some seconds of steps with long prompts.
 _MAX_QUEUED_BYTES = 64 << 20
+# How long an owner that handed its group over may take to close the log.
+_LOCK_WAIT_S = 5.0
+_LOCK_POLL_S = 0.05
 
 
 class DeltaRecorder:
     """The file of one control plane and the thread that writes it."""
 
-    def __init__(self, file: BinaryIO, *, max_queued_bytes: int = _MAX_QUEUED_BYTES) -> None:
-        """Take over a file that ends behind a record."""
-        self._file = file
+    def __init__(self, open_file: Callable[[], BinaryIO], *, max_queued_bytes: int = _MAX_QUEUED_BYTES) -> None:
+        """Take what opens the file, once there is something to write: until then it is that of an owner before us."""
+        self._open_file = open_file
         self._max_queued_bytes = max_queued_bytes
         self._changed = threading.Condition()
         # All under the condition's lock:
@@ -48,12 +54,12 @@ class DeltaRecorder:
             ConfigurationError: neither is possible.
         """
         try:
-            file = open_for_appending(path)
+            check_path(path)
         except (OSError, NotARecording) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigurationError([("record_deltas", path, f"cannot be recorded to: {reason}")]) from error
         log.warning("delta_log.opened", path=path, reason="prompts and outputs are recorded")
-        return cls(file)
+        return cls(functools.partial(open_for_appending, path))
 
     def put(self, entry: DeltaLogEntry) -> str:
         """Queue an entry; never waits. Return why it could not be queued, or nothing."""
@@ -76,20 +82,33 @@ class DeltaRecorder:
         self._thread.join(timeout=5.0)
 
     def _write_all(self) -> None:
-        with self._file:
+        file: BinaryIO | None = None
+        try:
             while records := self._next_records():
-                try:
-                    self._write(b"".join(records))
-                except OSError as error:
-                    with self._changed:
-                        self._failure = f"the file cannot be written: {error.strerror}"
-                    log.error("delta_log.failed", reason=error.strerror)
-                    return
+                file = file or self._open()
+                view = memoryview(b"".join(records))
+                while view:
+                    view = view[file.write(view) :]
+        except (OSError, NotARecording) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or str(error)
+            with self._changed:
+                self._failure = f"the file cannot be written: {reason}"
+                self._queue.clear()
+            log.error("delta_log.failed", reason=reason)
+        finally:
+            if file is not None:
+                file.close()
 
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[self._file.write(view) :]
+    def _open(self) -> BinaryIO:
+        """Open the file; wait for an owner before us that closes it just now."""
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                return self._open_file()
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise OSError(0, "another process writes it") from None
+            time.sleep(_LOCK_POLL_S)
 
     def _next_records(self) -> list[bytes]:
         """Wait for records and return all that are queued; none at the end."""

@@ -6,6 +6,7 @@ format, so that a reader in any language is a few lines.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -47,24 +48,34 @@ def read_records(file: BinaryIO) -> Iterator[bytes]:
         yield record
 
 
-def open_for_appending(path: str) -> BinaryIO:
-    """Open a log, a new one or one to go on with, that nobody but its owner may read: prompts are in it.
-
-    A record that was cut off at its end is removed first.
+def check_path(path: str) -> None:
+    """See whether a log can be begun or continued at ``path``; make an empty file where there is none.
 
     Raises:
         OSError: it cannot be opened.
         NotARecording: something else is there.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    file = os.fdopen(fd, "r+b", buffering=0)
+    with _open(path) as file:
+        next(read_records(file), None)
+
+
+def open_for_appending(path: str) -> BinaryIO:
+    """Open a log, a new one or one to go on with, that nobody but its owner may read: prompts are in it.
+
+    It is locked, since one process at a time may write it. A record that was cut off at its end is removed first.
+
+    Raises:
+        BlockingIOError: another process writes it.
+        OSError: it cannot be opened.
+        NotARecording: something else is there.
+    """
+    file = _open(path)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise NotARecording("is not a regular file")
-        with os.fdopen(os.dup(fd), "rb") as reader:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with os.fdopen(os.dup(file.fileno()), "rb") as reader:
             end = _end_of_records(reader)
         # Only now: a file that is none of ours is left as it is.
-        os.fchmod(fd, 0o600)
+        os.fchmod(file.fileno(), 0o600)
         file.truncate(end)
         file.seek(end)
         if end == 0:
@@ -72,6 +83,14 @@ def open_for_appending(path: str) -> BinaryIO:
     except BaseException:
         file.close()
         raise
+    return file
+
+
+def _open(path: str) -> BinaryIO:
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise NotARecording("is not a regular file")
     return file
 
 

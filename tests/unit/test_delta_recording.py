@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class StuckFile(io.BytesIO):
 
 def test_full_queue_pauses_a_group_until_it_is_formed_anew() -> None:
     file = StuckFile()
-    recorder = DeltaRecorder(file, max_queued_bytes=1000)
+    recorder = DeltaRecorder(lambda: file, max_queued_bytes=1000)
     slow, other = GroupRecording(recorder, "slow"), GroupRecording(recorder, "other")
     slow.formed(group_facts(), 2)
     assert file.writing.wait(10)
@@ -110,7 +111,7 @@ def test_full_queue_pauses_a_group_until_it_is_formed_anew() -> None:
 
 def test_formation_after_a_pause_is_recorded_again(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    recorder = DeltaRecorder(open_for_appending(str(path)), max_queued_bytes=500)
+    recorder = DeltaRecorder(lambda: open_for_appending(str(path)), max_queued_bytes=500)
     group = GroupRecording(recorder, "0")
     group.sent(b"before it was formed")
     group.formed(group_facts(), 1)
@@ -127,10 +128,37 @@ def test_full_disk_ends_the_recording_and_nothing_else() -> None:
         def write(self, data: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    recorder = DeltaRecorder(FullFile())
+    recorder = DeltaRecorder(FullFile)
     group = GroupRecording(recorder, "0")
     group.formed(group_facts(), 1)
     recorder._thread.join(10)
     assert recorder.put(DeltaLogEntry(delta=b"d")) == "the file cannot be written: No space left on device"
     group.sent(b"d")
     recorder.close()
+
+
+def test_spare_leaves_the_log_alone_until_it_has_something_to_add(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("control_plane.delta_recorder._LOCK_WAIT_S", 0.1)
+    path = tmp_path / "log"
+    owner, spare, third = (DeltaRecorder.at(str(path)) for _ in range(3))
+    first, second, barred = (GroupRecording(recorder, "0") for recorder in (owner, spare, third))
+    first.formed(group_facts(), 1)
+    first.sent(b"1")
+    owner.close()
+    second.formed(group_facts(), 1)
+    second.sent(b"2")
+    until_written(path, 4)
+    barred.formed(group_facts(), 1)
+    third._thread.join(10)  # gives up: another process writes it
+    spare.close()
+    assert [entry.delta for entry in entries_in(path) if entry.HasField("delta")] == [b"1", b"2"]
+    assert third.put(DeltaLogEntry()) == "the file cannot be written: another process writes it"
+
+
+def until_written(path: Path, num_entries: int) -> None:
+    deadline = time.monotonic() + 10
+    while len(entries_in(path)) < num_entries:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
