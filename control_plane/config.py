@@ -33,12 +33,23 @@ from service_chassis.settings import (
     read_whole,
     read_words,
     setting,
+    zero_or_at_least,
 )
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
 
 MODEL, SERVER, BATCH, CACHE, GROUP, LOGGING = "model", "server", "batch", "KV cache", "workers", "logging"
+
+# What the messages to workers and their tables can hold, and what no machine needs more of.
+MOST_TOKENS = 2**31 - 1
+MOST_STEP_TOKENS = 2**20
+MOST_BLOCKS = 2**31 - 1
+MOST_BYTES = 2**50
+LONGEST_S = 86_400  # a day
+MAX_NAME_CHARS = 256
+# Processes of ranks a CPU is asked to run at most; they share its cores, so that more only wait for each other.
+MOST_RANKS_PER_CORE = 8
 
 
 def _listen_rule(value: str) -> str:
@@ -47,7 +58,7 @@ def _listen_rule(value: str) -> str:
         # sun_path holds 108 bytes with its closing zero.
         return "" if 0 < len(path.encode()) < 108 else "must be unix:PATH with a path of 1 to 107 bytes"
     host, colon, port = value.rpartition(":")
-    if host and colon and port.isascii() and port.isdecimal() and int(port) <= 65535:
+    if host and colon and port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535:
         return ""
     return "must be HOST:PORT with a port up to 65535 (0: a free one), or unix:PATH"
 
@@ -72,6 +83,10 @@ def _addresses_rule(value: tuple[tuple[str, ...], ...]) -> str:
 
 
 def _names_rule(value: tuple[str, ...]) -> str:
+    for name in value:
+        # A byte that is no UTF-8 comes from a command line as a lone surrogate, which is not printable either.
+        if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            return f"must be names of 1 to {MAX_NAME_CHARS} printable characters, in UTF-8"
     return "" if len(set(value)) == len(value) else "names a model twice"
 
 
@@ -92,7 +107,9 @@ class ControlPlaneConfig:
     dtype: str = setting("auto", topic=MODEL, read=read_text, rule=one_of("auto", "float32", "bfloat16", "float16"))
     """Type of weights and activations: auto, float32, bfloat16, float16. auto: what the checkpoint was saved in."""
 
-    max_model_len: int = setting(0, topic=MODEL, read=read_whole, rule=at_least(0), metavar="TOKENS")
+    max_model_len: int = setting(
+        0, topic=MODEL, read=read_whole, rule=zero_or_at_least(2, at_most=MOST_TOKENS), metavar="TOKENS"
+    )
     """Prompt and output of one request together, tokens. 0: what the model was trained for."""
 
     seed: int | None = setting(None, topic=MODEL, read=read_optional_whole, rule=at_least(0, at_most=2**64 - 1))
@@ -115,25 +132,33 @@ class ControlPlaneConfig:
     max_message_bytes: int = setting(4 * 2**20, topic=SERVER, read=read_size, rule=at_least(2**16, at_most=2**30))
     """Largest message a client may send. 4 MiB holds a million token ids, and is what gRPC clients allow by default."""
 
-    max_num_waiting: int = setting(1024, topic=SERVER, read=read_whole, rule=at_least(1), metavar="REQUESTS")
+    max_num_waiting: int = setting(
+        1024, topic=SERVER, read=read_whole, rule=at_least(1, at_most=1_000_000), metavar="REQUESTS"
+    )
     """Requests that may wait for a place in the batch; more are refused with RESOURCE_EXHAUSTED and a time to come
     back. Some batches deep: who waits longer is better served elsewhere."""
 
-    drain_timeout_s: float = setting(30.0, topic=SERVER, read=read_number, rule=at_least(0), metavar="SECONDS")
+    drain_timeout_s: float = setting(
+        30.0, topic=SERVER, read=read_number, rule=at_least(0, at_most=LONGEST_S), metavar="SECONDS"
+    )
     """How long SIGTERM lets requests finish before they end with reason abort. Keep it below the pod's grace."""
 
     handover: bool = setting(False, topic=SERVER, read=read_switch)
     """On SIGTERM leave the workers, and the requests that run on them, to the next control plane at once: clients
     resume there. Without it running requests are finished first. Only with workers that run elsewhere."""
 
-    resume_grace_s: float = setting(30.0, topic=SERVER, read=read_number, rule=above(0), metavar="SECONDS")
+    resume_grace_s: float = setting(
+        30.0, topic=SERVER, read=read_number, rule=above(0, at_most=LONGEST_S), metavar="SECONDS"
+    )
     """How long a request that was taken over from another control plane waits for its client to resume."""
 
     max_num_seqs: int = setting(0, topic=BATCH, read=read_whole, rule=at_least(0, at_most=65536), metavar="ROWS")
     """Rows in the batch: samples computed together. 0: 256 on a GPU, 64 on a CPU, where more rows add little
     throughput and much latency."""
 
-    max_num_batched_tokens: int = setting(0, topic=BATCH, read=read_whole, rule=at_least(0), metavar="TOKENS")
+    max_num_batched_tokens: int = setting(
+        0, topic=BATCH, read=read_whole, rule=at_least(0, at_most=MOST_STEP_TOKENS), metavar="TOKENS"
+    )
     """Token budget of one step; longer prompts are computed in chunks. 0: 2048 on a GPU, 512 on a CPU, which keeps the
     pause that a long prompt puts between two tokens of the others under a second."""
 
@@ -143,11 +168,13 @@ class ControlPlaneConfig:
     block_size: int = setting(16, topic=CACHE, read=read_whole, rule=at_least(1, at_most=1024), metavar="TOKENS")
     """Tokens in one KV block. Smaller shares more of a prefix, larger means shorter tables."""
 
-    num_kv_blocks: int = setting(0, topic=CACHE, read=read_whole, rule=at_least(0), metavar="BLOCKS")
+    num_kv_blocks: int = setting(
+        0, topic=CACHE, read=read_whole, rule=at_least(0, at_most=MOST_BLOCKS), metavar="BLOCKS"
+    )
     """KV blocks, the null block included. 0: as many as the memory holds."""
 
     kv_cache_memory_bytes: int = setting(
-        0, topic=CACHE, read=read_size, rule=at_least(0), flag="--kv-cache-memory", metavar="SIZE"
+        0, topic=CACHE, read=read_size, rule=at_least(0, at_most=MOST_BYTES), flag="--kv-cache-memory", metavar="SIZE"
     )
     """Memory for KV blocks on each worker, such as 2GiB. 0: what profiling finds free."""
 
@@ -159,7 +186,9 @@ class ControlPlaneConfig:
     enable_prefix_caching: bool = setting(True, topic=CACHE, read=read_switch)
     """Reuse the KV blocks of a prefix that an earlier request computed."""
 
-    tensor_parallel_size: int = setting(1, topic=GROUP, read=read_whole, rule=at_least(1), metavar="RANKS")
+    tensor_parallel_size: int = setting(
+        1, topic=GROUP, read=read_whole, rule=at_least(1, at_most=1024), metavar="RANKS"
+    )
     """Workers that share each layer. Must divide the model's attention heads, and divide its KV heads or be a multiple
     of them; a size that does not is refused with those that do."""
 
@@ -167,7 +196,7 @@ class ControlPlaneConfig:
     """Groups of workers, each with the whole model. A request goes to the group that has the longest head of its prompt
     cached, unless that one is overloaded; the requests of a lost group go on in another."""
 
-    max_groups: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0), metavar="GROUPS")
+    max_groups: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0, at_most=1024), metavar="GROUPS")
     """Groups that this control plane owns at most at a time, of those in --worker-addresses; the others are left to
     other control planes. 0: all that are free."""
 
@@ -175,7 +204,9 @@ class ControlPlaneConfig:
     """What follows the loss of a group: reform (start it anew, after half a second and then ever more) or exit (leave
     that to an orchestrator: with no group left the process ends with exit code 3)."""
 
-    max_group_failures: int = setting(5, topic=GROUP, read=read_whole, rule=at_least(0), metavar="FAILURES")
+    max_group_failures: int = setting(
+        5, topic=GROUP, read=read_whole, rule=at_least(0, at_most=1_000_000), metavar="FAILURES"
+    )
     """How often in a row a group may be lost, or fail to form anew, before it is given up. Two healthy minutes begin
     the count anew."""
 
@@ -205,26 +236,36 @@ class ControlPlaneConfig:
     device: str = setting("auto", topic=GROUP, read=read_text, rule=one_of("auto", "cpu", "cuda"))
     """What computes: cpu, cuda, auto. auto: cuda where an NVIDIA driver is present."""
 
-    num_threads: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0), metavar="THREADS")
+    num_threads: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0, at_most=1024), metavar="THREADS")
     """Threads of one worker's forward pass on a CPU. 0: all cores that the process may use, shared with the other ranks
     that may use the same ones."""
 
-    heartbeat_timeout_s: float = setting(5.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    heartbeat_timeout_s: float = setting(
+        5.0, topic=GROUP, read=read_number, rule=above(0, at_most=LONGEST_S), metavar="SECONDS"
+    )
     """A worker not heard for so long on one of its connections is lost. Well above the pauses of a busy host."""
 
-    lease_s: float = setting(3.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    lease_s: float = setting(3.0, topic=GROUP, read=read_number, rule=above(0, at_most=LONGEST_S), metavar="SECONDS")
     """Silence of its owner after which a worker may be granted to another control plane."""
 
-    step_timeout_s: float = setting(10.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    step_timeout_s: float = setting(
+        10.0, topic=GROUP, read=read_number, rule=above(0, at_most=LONGEST_S), metavar="SECONDS"
+    )
     """How long one step may take, on top of its profiled cost, before the group counts as stuck."""
 
-    report_interval_s: float = setting(0.1, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    report_interval_s: float = setting(
+        0.1, topic=GROUP, read=read_number, rule=at_least(0.01, at_most=60), metavar="SECONDS"
+    )
     """Between reports of a worker, and heartbeats to it, while steps are outstanding."""
 
-    idle_report_interval_s: float = setting(1.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    idle_report_interval_s: float = setting(
+        1.0, topic=GROUP, read=read_number, rule=at_least(0.01, at_most=60), metavar="SECONDS"
+    )
     """The same while nothing runs."""
 
-    startup_timeout_s: float = setting(600.0, topic=GROUP, read=read_number, rule=above(0), metavar="SECONDS")
+    startup_timeout_s: float = setting(
+        600.0, topic=GROUP, read=read_number, rule=above(0, at_most=LONGEST_S), metavar="SECONDS"
+    )
     """How long each stage of forming a group may take; loading a large model from a slow disk sets the size."""
 
     log_level: str = setting("info", topic=LOGGING, read=read_text, rule=one_of("debug", "info", "warning", "error"))
@@ -392,6 +433,8 @@ def resolve_auto(
     if not choice.executor:
         raise ConfigurationError([("executor", config.executor, choice.reason)])
     faults = _owner_faults(config, choice.executor)
+    if choice.executor in (UNI, MP) and not on_gpu:
+        faults += _crowding_faults(config, world_size, os.cpu_count() or 1)
     if faults:
         raise ConfigurationError(faults)
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else 64)
@@ -428,6 +471,16 @@ def _owner_faults(config: ControlPlaneConfig, executor: str) -> list[Fault]:
         rule = "needs --advertise-address where workers run elsewhere: nobody can connect to a wildcard"
         return [("listen", config.listen, rule)]
     return []
+
+
+def _crowding_faults(config: ControlPlaneConfig, world_size: int, num_cores: int) -> list[Fault]:
+    """Refuse more ranks on this machine's cores than would ever come up."""
+    most = max(16, MOST_RANKS_PER_CORE * num_cores)
+    if world_size * config.num_groups <= most:
+        return []
+    of = "" if config.num_groups == 1 else f" in {config.num_groups} groups"
+    rule = f"must be at most {most // config.num_groups}{of}: this machine has {num_cores} cores for its ranks"
+    return [("tensor_parallel_size", config.tensor_parallel_size, rule)]
 
 
 def _own_name(model: str) -> str:

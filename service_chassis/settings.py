@@ -181,10 +181,20 @@ def read_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if match is None:
         raise ValueError('must be a size such as "2GiB", "512MiB" or a number of bytes')
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    unit = _UNITS[match[2] or ""]
+    # Whole numbers are kept as they are: a float would round a large one, and overflow at a very large one.
+    try:
+        return int(match[1]) * unit if match[1].isdecimal() else int(float(match[1]) * unit)
+    except (ValueError, OverflowError):
+        raise ValueError("must be a size that a machine can have") from None
 
 
 # Rules.
+
+
+def said(number: float) -> str:
+    """Return a bound as people write it: whole numbers with all their digits."""
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def at_least(minimum: float, *, at_most: float | None = None) -> Rule:
@@ -194,7 +204,19 @@ def at_least(minimum: float, *, at_most: float | None = None) -> Rule:
         # `not (a <= b)` so that NaN breaks the rule.
         if value is None or (minimum <= value and (at_most is None or value <= at_most)):
             return ""
-        return f"must be at least {minimum:g}" if at_most is None else f"must be in [{minimum:g}, {at_most:g}]"
+        if at_most is None:
+            return f"must be at least {said(minimum)}"
+        return f"must be in [{said(minimum)}, {said(at_most)}]"
+
+    return rule
+
+
+def zero_or_at_least(minimum: int, *, at_most: int) -> Rule:
+    """Demand zero, which leaves the choice to the program, or ``minimum <= value <= at_most``."""
+
+    def rule(value: float) -> str:
+        fine = value == 0 or minimum <= value <= at_most
+        return "" if fine else f"must be 0 or in [{said(minimum)}, {said(at_most)}]"
 
     return rule
 
@@ -206,7 +228,9 @@ def above(minimum: float, *, at_most: float | None = None) -> Rule:
         limit = float("inf") if at_most is None else at_most
         if minimum < value <= limit and value != float("inf"):
             return ""
-        return f"must be above {minimum:g}" + ("" if at_most is None else f" and at most {at_most:g}")
+        if at_most is None:
+            return f"must be a finite number above {said(minimum)}"
+        return f"must be above {said(minimum)} and at most {said(at_most)}"
 
     return rule
 

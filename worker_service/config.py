@@ -32,6 +32,7 @@ from service_chassis.settings import (
 from service_chassis.telemetry import LOG_FORMATS, LOG_LEVELS, LogFormat
 
 _ADDRESSES, _RANKS, _DEVICE, _OWNER, _LOGGING = "addresses", "ranks", "device", "owner", "logging"
+_MOST_RANKS = 1024
 
 
 def _address_rule(value: str) -> str:
@@ -39,7 +40,7 @@ def _address_rule(value: str) -> str:
     if value.startswith("unix:"):
         return "" if len(value) > len("unix:") else rule
     host, _, port = value.rpartition(":")
-    return "" if host and port.isdecimal() and int(port) <= 65535 else rule
+    return "" if host and port.isdecimal() and len(port) <= 5 and int(port) <= 65535 else rule
 
 
 def _open_descriptor_rule(value: int | None) -> str:
@@ -76,16 +77,20 @@ class WorkerConfig:
     )
     """Where RankHealthService answers, on a server and threads of its own. Default: the host of --listen, its port plus
     the number of ranks here; a Unix socket's path with -health behind it."""
-    rank: int = setting(0, topic=_RANKS, read=read_whole, rule=at_least(0))
+    rank: int = setting(0, topic=_RANKS, read=read_whole, rule=at_least(0, at_most=_MOST_RANKS - 1))
     """Place in the group; under a supervisor of several ranks, of its first. A Join that means another is refused."""
-    world_size: int = setting(1, topic=_RANKS, read=read_whole, rule=at_least(1), metavar="RANKS")
+    world_size: int = setting(1, topic=_RANKS, read=read_whole, rule=at_least(1, at_most=_MOST_RANKS), metavar="RANKS")
     """Ranks of the group. Not given: as many as run here."""
-    tensor_parallel_size: int = setting(1, topic=_RANKS, read=read_whole, rule=at_least(1), metavar="RANKS")
+    tensor_parallel_size: int = setting(
+        1, topic=_RANKS, read=read_whole, rule=at_least(1, at_most=_MOST_RANKS), metavar="RANKS"
+    )
     """Ranks to run here, each in a process of its own on the next port, of which all end when one does. 1: this process
     is the rank."""
     device: str = setting("auto", topic=_DEVICE, read=read_text, rule=one_of("auto", "cpu", "cuda"))
     """auto, cpu or cuda. auto is resolved when the model loads: a scripted model needs no torch to ask."""
-    first_device: int = setting(0, topic=_DEVICE, read=read_whole, rule=at_least(0), metavar="INDEX")
+    first_device: int = setting(
+        0, topic=_DEVICE, read=read_whole, rule=at_least(0, at_most=_MOST_RANKS - 1), metavar="INDEX"
+    )
     """Index of the device of rank 0; other ranks have the next ones. Groups on one machine begin at different ones."""
     num_threads: int = setting(0, topic=_DEVICE, read=read_whole, rule=at_least(0, at_most=1024), metavar="THREADS")
     """CPU threads of one forward; 0 is all cores, shared with the ranks of the group that may use the same ones."""
@@ -254,8 +259,9 @@ def launched_by_torchrun(environment: Mapping[str, str], faults: list[Fault]) ->
     read: dict[str, int] = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         text = environment.get(name, "")
-        if not text.isdecimal():
+        is_number = text.isdecimal() and len(text) <= 9
+        if not is_number:
             faults.append((name, text, "must be a whole number, as torchrun sets it"))
-        read[name] = int(text) if text.isdecimal() else 0
+        read[name] = int(text) if is_number else 0
     values = {"rank": read["RANK"], "world_size": read["WORLD_SIZE"]}
     return Launched(values, read["LOCAL_RANK"], read["LOCAL_WORLD_SIZE"])

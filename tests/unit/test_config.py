@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
@@ -10,7 +11,15 @@ import pytest
 
 from control_plane.config import ControlPlaneConfig, load_config, model_faults, resolve_auto
 from service_chassis.errors import ConfigurationError
-from service_chassis.settings import field_docstrings, read_size, settings_of
+from service_chassis.settings import (
+    field_docstrings,
+    read_number,
+    read_optional_whole,
+    read_size,
+    read_whole,
+    settings_of,
+)
+from worker_service.config import WorkerConfig, read_config
 
 
 def test_flag_wins_over_environment_and_environment_over_default() -> None:
@@ -73,6 +82,10 @@ def test_every_fault_is_reported_at_once_with_field_value_and_rule() -> None:
         ("seed", 2**64),
         ("served_model_name", ("a", "a")),
         ("max_message_bytes", 100),
+        ("max_model_len", 1),
+        ("max_model_len", 2**31),
+        ("startup_timeout_s", 1e10),
+        ("num_threads", 1025),
         ("log_level", "chatty"),
         ("model", ""),
     ],
@@ -81,6 +94,71 @@ def test_config_refuses_a_value_that_breaks_its_rule(field: str, value: object) 
     with pytest.raises(ConfigurationError) as caught:
         ControlPlaneConfig(**{field: value})  # type: ignore[arg-type]
     assert [fault[0] for fault in caught.value.faults] == [field]
+
+
+# What people and broken scripts give a number: as a value, and as the text of a flag.
+ODD_NUMBERS = (0, 1, -1, 2**31, 2**32, 2**63, 2**64, 10**30, 0.5, 1e-9, 1e10, 1e308, float("nan"), float("inf"))
+ODD_TEXTS = (
+    *map(str, ODD_NUMBERS),
+    "-inf",
+    "1e999",
+    "9" * 400,
+    "9" * 5000,
+    "9" * 400 + ".5",
+    "0x10",
+    "",
+    " ",
+    "\u0663",
+)
+READ_AS_NUMBERS = (read_whole, read_optional_whole, read_number, read_size)
+
+
+def numeric_settings(config_class: type) -> list[str]:
+    return [name for name, made in settings_of(config_class).items() if made.read in READ_AS_NUMBERS]
+
+
+@pytest.mark.parametrize("config_class", [ControlPlaneConfig, WorkerConfig])
+def test_every_number_has_an_upper_bound(config_class: type) -> None:
+    rules = {name: settings_of(config_class)[name].rule for name in numeric_settings(config_class)}
+    rules = {name: rule for name, rule in rules.items() if not name.endswith("_fd")}  # must be open, whatever it is
+    assert len(rules) > 8
+    assert [name for name, rule in rules.items() if not rule(2**64) or not rule(float("inf"))] == []
+    assert [name for name, rule in rules.items() if "e+" in rule(2**64) or "nan" in rule(2**64)] == []
+
+
+@pytest.mark.parametrize("name", numeric_settings(ControlPlaneConfig))
+def test_an_odd_number_is_taken_or_refused_and_nothing_else(name: str) -> None:
+    for value in ODD_NUMBERS:
+        with contextlib.suppress(ConfigurationError):
+            resolve_auto(
+                ControlPlaneConfig(**{"model": "scripted", name: value}),  # type: ignore[arg-type]
+                has_gpu=False,
+                on_terminal=False,
+            )
+    for text in ODD_TEXTS:
+        with contextlib.suppress(ConfigurationError):
+            load_config({"model": "scripted", name: text}, {})
+
+
+@pytest.mark.parametrize("name", numeric_settings(WorkerConfig))
+def test_an_odd_number_of_a_worker_is_taken_or_refused_and_nothing_else(name: str) -> None:
+    flag = settings_of(WorkerConfig)[name].flag
+    for text in ODD_TEXTS:
+        with contextlib.suppress(ConfigurationError):
+            read_config([f"{flag}={text}"], {})
+
+
+def test_more_ranks_than_the_cores_can_run_are_refused() -> None:
+    config = ControlPlaneConfig(model="scripted", tensor_parallel_size=1024, device="cpu", executor="mp")
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size=1024: must be at most"):
+        resolve_auto(config, has_gpu=False, on_terminal=False)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, "a\nb", "\x1b[1m", "\udcff"])
+def test_a_served_name_that_no_message_can_show_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="1 to 256 printable"):
+        ControlPlaneConfig(served_model_name=("fine", name))
+    assert ControlPlaneConfig(served_model_name=("smol/é 2", "x" * 256)).served_model_name[0] == "smol/é 2"
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_what_follows_from_other_values_is_filled_in(words: str, expected: tuple
         ("--tensor-parallel-size 2 --listen a:0", "listen", "for several ranks"),
         ("--tensor-parallel-size 2 --world-size 1", "rank", "with 1 more behind it, must be below --world-size"),
         ("--tensor-parallel-size 4 --world-size 6 --rank 4", "rank", "with 3 more behind it"),
-        ("--tensor-parallel-size 0", "tensor_parallel_size", "must be at least 1"),
+        ("--tensor-parallel-size 0", "tensor_parallel_size", "must be in [1, 1024]"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(words: str, field: str, rule: str) -> None:
