@@ -83,6 +83,7 @@ class Continued:
             cache_namespace=before.cache_namespace,
             skip_reading_prefix_cache=before.skip_reading_prefix_cache,
             payload=before.payload,
+            payload_bytes=before.payload_bytes,
             outputs=tuple(
                 None if sample.reason is not None else tuple(sample.token_ids) for sample in self.live.samples
             ),
@@ -216,13 +217,15 @@ def _given_up(known: _Known, tokenizer: Tokenizer, now: float) -> Continued:
     first = next(iter(known.rows.values()))
     sampling = SamplingChoice(n=n, max_tokens=max(len(row.token_ids) for row in known.rows.values()))
     generation = Generation(request_id=known.request_id, prompt_token_ids=known.prompt, sampling=sampling)
+    payload = RowPayload(sampling=first.sampling, control_blob=known.control_blob)
     request = scheduled.Request(
         request_id=known.request_id,
         prompt_token_ids=known.prompt,
         max_tokens=sampling.max_tokens,
         n=n,
         arrival=now,
-        payload=RowPayload(sampling=first.sampling, control_blob=known.control_blob),
+        payload=payload,
+        payload_bytes=payload.num_bytes,
         outputs=tuple(known.output(index) if index in known.rows else None for index in range(n)),
     )
     live = LiveRequest.of(generation, None, tokenizer, now)
@@ -261,6 +264,7 @@ def _scheduled(
     control_blob: bytes,
     now: float,
 ) -> scheduled.Request:
+    payload = RowPayload(sampling=sampling, control_blob=control_blob)
     return scheduled.Request(
         request_id=generation.request_id,
         prompt_token_ids=generation.prompt_token_ids,
@@ -273,7 +277,8 @@ def _scheduled(
         deadline=generation.deadline,
         cache_namespace=generation.cache_namespace,
         skip_reading_prefix_cache=facts.skip_reading_prefix_cache,
-        payload=RowPayload(sampling=sampling, control_blob=control_blob),
+        payload=payload,
+        payload_bytes=payload.num_bytes,
         outputs=outputs,
     )
 

@@ -35,6 +35,11 @@ class RowPayload:
     sampling: sampling_pb2.RowSampling
     control_blob: bytes = b""
 
+    @property
+    def num_bytes(self) -> int:
+        """What it adds to the delta of each row."""
+        return self.sampling.ByteSize() + len(self.control_blob)
+
 
 def row_payload(sampling: SamplingChoice, control_blob: bytes = b"") -> RowPayload:
     """Write out how the rows of a request are sampled: every default resolved, ids in ascending order."""

@@ -18,7 +18,7 @@ import structlog
 from control_plane.adopted_batch import BatchOfRequests, requests_of
 from control_plane.client_errors import error_of_loss, error_of_refusal
 from control_plane.control_blob import write_blob
-from control_plane.deltas import DeltaEncoder, row_payload, step_tokens
+from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, step_tokens
 from control_plane.engine_status import EngineLimits, EngineStatus, RequestIds
 from control_plane.generation import Cursor, FinishReason, Generation
 from control_plane.generation_stream import GenerationStream
@@ -40,6 +40,7 @@ from service_chassis.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     GroupLost,
+    InternalError,
     InvalidParameter,
     ManipleError,
     NotReady,
@@ -54,6 +55,8 @@ FLUSH_AFTER_S = 0.05
 # How many groups a request may lose under it and still go on in another. One that was in three when they were lost may
 # be what loses them, and would take down one after another.
 MAX_MOVES = 2
+# What the rows of one request may say of it besides its tokens. The largest allowed_token_ids takes three quarters.
+MAX_PAYLOAD_BYTES = 2 << 20
 
 _REASONS = {
     scheduled.FinishReason.STOP: FinishReason.STOP,
@@ -155,6 +158,7 @@ class Engine:
             DuplicateRequest: the id runs, or finished less than a minute ago.
             QueueFull: too many requests wait.
             InvalidParameter: it can never run here.
+            InternalError: it cannot be written down for the workers, which a door should have noticed.
         """
         if not self.ready:
             raise NotReady(f"not accepting requests: {self.not_ready_reason}")
@@ -182,13 +186,36 @@ class Engine:
         if (refusal := self._scheduler.refusal(request)) is not None:
             raise error_of_refusal(refusal, len(generation.prompt_token_ids))
         stream = GenerationStream(generation, lambda: self._cancel(stream))
-        live = LiveRequest.of(generation, stream, self._tokenizer, now)
-        self._num_arrived += 1
-        payload = row_payload(sampling)
-        blob = write_blob(generation, payload.sampling, arrival_number=self._num_arrived, right=live.right)
-        request.payload = replace(payload, control_blob=blob)
+        try:
+            live = LiveRequest.of(generation, stream, self._tokenizer, now)
+            payload = self._payload(live)
+        except (ValueError, TypeError, OverflowError) as error:
+            # Out of a field's range, or of another type. Here it fails alone; in a delta it would take all others along.
+            internal = InternalError()
+            log.error(  # without the traceback, whose locals hold the prompt
+                "request.unwritable", request_id=request_id, incident_id=internal.incident_id, reason=str(error)
+            )
+            raise internal from error
+        request.payload, request.payload_bytes = payload, payload.num_bytes
         self._enter(live, request)
         return stream
+
+    def _payload(self, live: LiveRequest) -> RowPayload:
+        """Write down all that deltas will say of a request and that does not depend on the step."""
+        generation = live.generation
+        self._num_arrived += 1
+        payload = row_payload(generation.sampling)
+        blob = write_blob(generation, payload.sampling, arrival_number=self._num_arrived, right=live.right)
+        payload = replace(payload, control_blob=blob)
+        SchedulerDelta().new_requests.add(
+            request_id=generation.request_id,
+            token_ids=generation.prompt_token_ids,
+            n=generation.sampling.n,
+            cache_namespace=generation.cache_namespace,
+        )
+        if payload.num_bytes > MAX_PAYLOAD_BYTES:
+            raise InvalidParameter("sampling", f"{payload.num_bytes} bytes", f"may have at most {MAX_PAYLOAD_BYTES}")
+        return payload
 
     def resume(self, request_id: RequestId, token: bytes, identity: str, cursors: Sequence[Cursor]) -> GenerationStream:
         """Return a new stream of a request that is here; it goes on after the cursors, and the one before it ends.

@@ -20,6 +20,8 @@ MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
+MAX_ALLOWED_TOKEN_IDS = 2**18
+MIN_REPETITION_PENALTY = 0.01
 MAX_SAMPLES = 64
 
 
@@ -56,7 +58,7 @@ def resolve_sampling(
     top_k = int(check_number("top_k", value("top_k", defaults.top_k, 0), -1))
     min_p = check_number("min_p", value("min_p", defaults.min_p, 0.0), 0.0, 1.0)
     repetition = value("repetition_penalty", defaults.repetition_penalty, 1.0)
-    check_number("repetition_penalty", repetition, 0.0, 10.0, above_low=True)
+    check_number("repetition_penalty", repetition, MIN_REPETITION_PENALTY, 10.0)
     presence = check_number("presence_penalty", value("presence_penalty", None, 0.0), -2.0, 2.0)
     frequency = check_number("frequency_penalty", value("frequency_penalty", None, 0.0), -2.0, 2.0)
     n = int(check_number("n", value("n", None, 1), 1, MAX_SAMPLES))
@@ -73,6 +75,7 @@ def resolve_sampling(
     eos_ids = frozenset(one for one in model.eos_token_ids if one < vocab_size and not wanted.ignore_eos)
     bad_words = _bad_words(wanted, model.tokenizer)
     allowed = tuple(sorted(set(wanted.allowed_token_ids)))
+    check_count("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
     check_token_ids("allowed_token_ids", allowed, vocab_size)
     if allowed:
         never = {word[0] for word in bad_words if len(word) == 1}

@@ -61,6 +61,8 @@ class Executor(abc.ABC):
     outlives_owner: ClassVar[bool] = False
     # What carries deltas to all ranks instead of their Steps streams, once started; most have nothing.
     delta_broadcast: DeltaBroadcast | None = None
+    # What a rank takes in one message (``max_step_message_bytes`` of ``WorkerSettings``).
+    max_step_message_bytes: int = 64 << 20
     # Our half of the opt-in to callables; each worker has its own.
     allow_insecure_serialization: bool = False
 

@@ -41,6 +41,8 @@ log = get_logger()
 
 # How long a survivor may take to hear that the group is over.
 _FAREWELL_S = 0.5
+# What a message adds to the delta in it.
+_ENVELOPE_BYTES = 64
 
 
 class WorkerGroup:
@@ -241,7 +243,14 @@ class WorkerGroup:
             state_digest: of the batch state after the delta, as in the delta itself.
             num_tokens: tokens scheduled in the step, for its time budget.
         """
-        if self._tenure is not None and not self._is_over:
+        if self._tenure is None or self._is_over:
+            return
+        limit = self.executor.max_step_message_bytes - _ENVELOPE_BYTES
+        if len(delta) > limit:
+            # Ranks would refuse it, and seem to be at fault.
+            size = f"the delta of step {step} has {len(delta)} bytes, and ranks take {limit}"
+            self._lose(LossReason(None, f"the control plane failed, by a defect of its own: {size}"))
+        else:
             self._tenure.send(step, delta, mode, state_digest, num_tokens)
 
     def send_sample_input(self, sample_input: scheduler_delta_pb2.SampleInput) -> None:

@@ -19,6 +19,8 @@ class SchedulerLimits:
     max_steps_in_flight: int = 2
     max_num_waiting: int = 1024
     """Requests that were in no delta yet."""
+    max_new_row_bytes: int = 16 << 20
+    """What the rows that enter in one step may add to its delta, which must fit into a message. One always may."""
 
     def __post_init__(self) -> None:
         assert self.max_num_batched_tokens >= self.max_num_seqs >= 1

@@ -70,6 +70,7 @@ class Request:
         "outputs",
         "paused",
         "payload",
+        "payload_bytes",
         "priority",
         "prompt_done",
         "prompt_token_ids",
@@ -95,6 +96,7 @@ class Request:
         cache_namespace: bytes = b"",
         skip_reading_prefix_cache: bool = False,
         payload: object = None,
+        payload_bytes: int = 0,
         outputs: tuple[tuple[int, ...] | None, ...] = (),
     ) -> None:
         """Describe a request whose values a door has checked.
@@ -112,6 +114,7 @@ class Request:
             cache_namespace: only equal namespaces share blocks.
             skip_reading_prefix_cache: compute every token of the prompt (prompt log-probabilities).
             payload: opaque; whoever encodes the plan finds it at ``NewRow.sample.request.payload``.
+            payload_bytes: what it adds to the delta of each row.
             outputs: of a request that goes on from elsewhere, for each sample its output so far, or None if it ended.
                 Empty: a request that begins.
         """
@@ -130,6 +133,7 @@ class Request:
         self.cache_namespace = cache_namespace
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.payload = payload
+        self.payload_bytes = payload_bytes
         self.outputs = outputs
         self.order: Order = (priority, arrival, 0, 0)  # made unique by Scheduler.add
         self.samples: tuple[Sample, ...] = ()  # made by Scheduler.add
@@ -178,6 +182,7 @@ class Request:
             cache_namespace=self.cache_namespace,
             skip_reading_prefix_cache=self.skip_reading_prefix_cache,
             payload=self.payload,
+            payload_bytes=self.payload_bytes,
             outputs=outputs if self.started or self.outputs else (),
         )
 

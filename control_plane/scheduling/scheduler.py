@@ -41,6 +41,8 @@ from service_chassis.ids import BlockId, ReqIndex, RequestId, Step
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
+_MAX_UINT32 = 2**32 - 1
+
 
 def random_row_key() -> int:
     """Draw a row key that no other use of a row has had, in this tenure or another."""
@@ -54,6 +56,7 @@ class _Draft:
     step: Step
     now: float
     preempted: bool = False  # some sample lost its blocks in this step
+    new_row_bytes: int = 0
     block_copies: list[BlockCopy] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     changes: dict[ReqIndex, RowChange] = field(default_factory=dict)
@@ -415,9 +418,13 @@ class Scheduler:
             sample = self._room.first(has_free_row=self._batch.num_free_rows > 0)
             if sample is None or (ahead_of is not None and sample.order > ahead_of):
                 break
+            num_bytes = _new_row_bytes(sample)
+            if draft.new_rows and draft.new_row_bytes + num_bytes > self.limits.max_new_row_bytes:
+                break  # the next step's delta has room
             place = self._find_place(sample, draft)
             if place is None:
                 break
+            draft.new_row_bytes += num_bytes
             used += self._let_in(draft, sample, place, budget - used)
         return used
 
@@ -589,5 +596,13 @@ class Scheduler:
         assert self.has_work() or self._pool.num_available == self._pool.num_total, "idle, and blocks are in use"
 
 
+def _new_row_bytes(sample: Sample) -> int:
+    """Return what a sample that enters adds to the delta at most: an id, of a token or a block, has up to 5 bytes."""
+    if sample.state is not SampleState.WAITING:
+        return 0  # its row is there
+    return sample.request.payload_bytes + 10 * len(sample.token_ids)
+
+
 def _milliseconds_left(deadline: float | None, now: float) -> int:
-    return 0 if deadline is None else max(1, math.ceil((deadline - now) * 1000))
+    # The field has 32 bits; whoever waits longer than its 49 days is answered by the clock here, not by the workers.
+    return 0 if deadline is None else max(1, math.ceil(min((deadline - now) * 1000, _MAX_UINT32)))

@@ -14,7 +14,14 @@ import pytest
 
 from control_plane.engine import Engine
 from control_plane.generation import Chunk, FinishReason, Generation
-from service_chassis.errors import Cancelled, DeadlineExceeded, DuplicateRequest, InvalidParameter, QueueFull
+from service_chassis.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DuplicateRequest,
+    InternalError,
+    InvalidParameter,
+    QueueFull,
+)
 from service_chassis.ids import RequestId
 from support.engine_harness import END, Collected, collect, generation, running_engine, scripted
 from support.waiting import until
@@ -243,6 +250,22 @@ async def test_unread_output_is_merged_and_delays_nobody_when_a_client_stops_rea
         chunks = [event async for event in stalled if isinstance(event, Chunk)]
         assert len(chunks) == 1
         assert len(chunks[0].token_ids) == 300
+
+
+async def test_a_request_that_cannot_be_written_for_the_workers_fails_alone() -> None:
+    async with running_engine(**TINY) as engine:
+        running = asyncio.create_task(collect(await engine.generate(generation("good", [1, 2], max_tokens=20))))
+        for number, poison in enumerate(({"min_tokens": 2**32}, {"seed": -1}, {"stop_token_ids": frozenset({-5})})):
+            with pytest.raises(InternalError):
+                await engine.generate(generation(f"bad{number}", [1], **poison))
+        with pytest.raises(InternalError):
+            await engine.generate(generation("bad", [-1]))
+        with pytest.raises(InvalidParameter, match="may have at most 2097152"):
+            await engine.generate(generation("big", [1], stop_token_ids=frozenset(range(2**20))))
+        assert len((await running).token_ids[0]) == 20
+        after = await collect(await engine.generate(generation("bad", [1])))
+        assert after.finished[0].num_output_tokens == 8
+        engine.check_integrity()
 
 
 async def test_what_is_left_is_aborted_when_a_drain_is_over_its_time() -> None:

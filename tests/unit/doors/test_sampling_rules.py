@@ -11,6 +11,7 @@ from control_plane.doors.sampling_rules import resolve_sampling, resolve_text
 from control_plane.generation import SamplingChoice
 from control_plane.text.model_text import GenerationDefaults, load_model_text
 from maniple.v1.sampling_pb2 import SamplingParams
+from service_chassis.errors import InvalidParameter
 
 MODEL = load_model_text("scripted")
 END = 256
@@ -78,3 +79,17 @@ def test_text_choice_keeps_stops_in_order_without_repeats() -> None:
     assert choice.stop == ("b", "a")
     assert (choice.skip_special_tokens, choice.skip_text) == (False, True)
     assert resolve_text(SamplingParams(), skip_text=False).skip_special_tokens
+
+
+@pytest.mark.parametrize("penalty", [1e-38, 0.009, 0.0, 10.5])
+def test_a_repetition_penalty_that_scores_cannot_bear_is_refused(penalty: float) -> None:
+    with pytest.raises(InvalidParameter, match=r"repetition_penalty=.* must be in \[0.01, 10\]"):
+        resolve(repetition_penalty=penalty)
+
+
+def test_more_allowed_ids_than_a_delta_should_carry_are_refused() -> None:
+    allowed = range(2**18 + 1)
+    with pytest.raises(InvalidParameter, match=r"allowed_token_ids=.*may have at most 262144"):
+        resolve_sampling(
+            SamplingParams(allowed_token_ids=allowed), MODEL, vocab_size=2**20, room=5, draw_seed=lambda: 1
+        )

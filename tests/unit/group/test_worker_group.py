@@ -380,3 +380,17 @@ async def test_rank_that_refuses_because_another_left_it_is_not_blamed() -> None
     await until(lambda: recorded.losses, "the verdict")
     assert [(loss.rank, loss.reason) for loss in recorded.losses] == [(1, "rank 1 exited: killed by SIGKILL")]
     await recorded.group.teardown("done")
+
+
+async def test_a_delta_over_the_limit_of_a_message_is_our_defect_and_no_ranks() -> None:
+    executor = FakeExecutor(2)
+    executor.max_step_message_bytes = 1064
+    recorded = Recorded(executor)
+    await recorded.form()
+    sent = recorded.group.send
+    sent(1, b"x" * 1001, Delta.MODE_RUN, state_digest=101, num_tokens=1)
+    (loss,) = recorded.losses
+    assert loss.rank is None
+    assert "defect of its own: the delta of step 1 has 1001 bytes, and ranks take 1000" in loss.reason
+    assert [fake.deltas for fake in executor.fakes] == [[], []]
+    await recorded.group.teardown("test over")

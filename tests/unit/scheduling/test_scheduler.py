@@ -290,6 +290,24 @@ def test_new_row_carries_what_is_left_of_its_deadline():
     assert [new.deadline_ms for new in plan.new_rows] == [2250, 0, 1]
 
 
+@pytest.mark.parametrize("deadline", [4.3e6, 1e30, float("inf")])
+def test_new_row_says_the_longest_wait_there_is_when_its_deadline_is_farther(deadline):
+    bench = Bench()
+    request = bench.add(make_request("a", prompt(4), 2, deadline=deadline))
+    plan = bench.send(0.0)  # encodes it
+    assert [new.deadline_ms for new in plan.new_rows] == [2**32 - 1]
+    bench.run()
+    bench.check_outputs([request])
+
+
+def test_rows_enter_in_later_steps_when_their_delta_would_grow_too_large():
+    bench = Bench(max_new_row_bytes=1000, max_steps_in_flight=9)
+    for name, num_bytes in (("a", 400), ("b", 400), ("c", 5000), ("d", 400), ("e", 10)):
+        bench.add(make_request(name, prompt(4), 9, payload_bytes=num_bytes))
+    entering = [[new.sample.request.request_id for new in bench.send().new_rows] for _ in range(4)]
+    assert entering == [["a", "b"], ["c"], ["d", "e"], []]
+
+
 # --- prefix cache
 
 
