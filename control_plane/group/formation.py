@@ -212,6 +212,8 @@ class Formation:
             num_kv_blocks=settings.num_kv_blocks,
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         )
+        if plan.shortage and settings.kv_cache_memory_bytes:  # what was asked for is wrong, no rank is
+            raise InvalidParameter("kv_cache_memory_bytes", settings.kv_cache_memory_bytes, plan.shortage)
         if plan.shortage:
             raise GroupNotFormed(LossReason(None, plan.shortage))
         log.info(

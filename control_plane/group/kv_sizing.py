@@ -78,7 +78,7 @@ def _shortage(ranks: Sequence[KvMemory], num_blocks: int, kv_cache_memory_bytes:
     smallest = min(range(len(ranks)), key=lambda rank: ranks[rank].kv_bytes // max(ranks[rank].block_bytes, 1))
     rank = ranks[smallest]
     if kv_cache_memory_bytes:
-        return f"{kv_cache_memory_bytes} bytes of KV cache hold fewer than two blocks of {rank.block_bytes} bytes"
+        return f"must be at least {2 * rank.block_bytes}: two blocks of this model, of {rank.block_bytes} bytes each"
     return (
         f"rank {smallest} has {rank.kv_bytes} bytes left for the KV cache, fewer than two blocks of {rank.block_bytes} "
         "bytes: use a smaller model or max_num_batched_tokens, or free memory"

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,19 +85,7 @@ def load_checkpoint(
     Raises:
         InvalidParameter: names the file and the tensor that is missing, cut, of a wrong shape or type, or unknown.
     """
-    entries: dict[str, _Entry] = {}
-    for path in _files(directory):
-        entries.update(_read_header(path))
-    for name, entry in entries.items():
-        if name not in slots and not ignored(name):
-            _refuse(entry.path, name, "must be a tensor of this architecture")
-    for name, slot in slots.items():
-        if name not in entries:
-            _refuse(directory, name, "must be in the checkpoint")
-        if entries[name].kind not in _DTYPES:
-            _refuse(entries[name].path, name, f"must be of type {', '.join(_DTYPES)}, not {entries[name].kind}")
-        if entries[name].shape != slot.full_shape:
-            _refuse(entries[name].path, name, f"must have shape {slot.full_shape}, not {entries[name].shape}")
+    entries = check_checkpoint(directory, slots, ignored=ignored)
     total = sum(slot.target.numel() for slot in slots.values())
     done = 0
     by_file: dict[Path, list[str]] = {}
@@ -111,8 +99,39 @@ def load_checkpoint(
                 done += slots[name].target.numel()
 
 
-def _refuse(path: Path, tensor: str, rule: str) -> None:
-    raise InvalidParameter("checkpoint", str(path), f"tensor {tensor} {rule}")
+def check_checkpoint(
+    directory: Path, slots: Mapping[str, Slot], *, ignored: Callable[[str], bool]
+) -> Mapping[str, _Entry]:
+    """Compare the headers of all files with the slots, whose tensors may be on the meta device, and return them.
+
+    Raises:
+        InvalidParameter: as ``load_checkpoint``.
+    """
+    entries: dict[str, _Entry] = {}
+    for path in _files(directory):
+        entries.update(_read_header(path))
+    for name, entry in entries.items():
+        if name not in slots and not ignored(name):
+            _refuse(entry.path, name, "must be a tensor of this architecture")
+    for name, slot in slots.items():
+        if name not in entries:
+            index = directory / INDEX_FILE
+            _refuse(index if index.exists() else directory / SINGLE_FILE, name, "must be in the checkpoint")
+        if entries[name].kind not in _DTYPES:
+            _refuse(entries[name].path, name, f"must be of type {', '.join(_DTYPES)}, not {entries[name].kind}")
+        if entries[name].shape != slot.full_shape:
+            rule = f"must have shape {slot.full_shape}, as config.json says, not {entries[name].shape}"
+            _refuse(entries[name].path, name, rule)
+    return entries
+
+
+def _refuse(path: Path, tensor: str, rule: str) -> NoReturn:
+    _refuse_file(path, f"tensor {tensor} {rule}")
+
+
+def _refuse_file(path: Path, rule: str) -> NoReturn:
+    # The file is told in the rule: whoever reports this may know the value only as the model that was asked for.
+    raise InvalidParameter("checkpoint", str(path.parent), f"{path.name}: {rule}")
 
 
 def _files(directory: Path) -> list[Path]:
@@ -126,7 +145,7 @@ def _files(directory: Path) -> list[Path]:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = {name: str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidParameter("checkpoint", str(index), f"must be JSON with a weight_map ({error!r})") from None
+        _refuse_file(index, f"must be JSON with a weight_map ({error!r})")
     for tensor, file in names.items():
         if not (directory / file).exists():
             _refuse(directory / file, tensor, "is said to be in this file, which does not exist")
@@ -139,15 +158,17 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-            raise InvalidParameter("checkpoint", str(path), f"must be safetensors; a header of {length} bytes?")
+            if size < 8 or 2 <= length <= _LONGEST_HEADER:
+                _refuse_file(path, f"is cut off: it has {size} bytes, which do not hold its header")
+            _refuse_file(path, f"must be safetensors; a header of {length} bytes?")
         try:
             header = json.loads(file.read(length))
             entries = {name: _entry(path, 8 + length, one) for name, one in header.items() if name != "__metadata__"}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidParameter("checkpoint", str(path), f"must be safetensors; bad header ({error!r})") from None
+            _refuse_file(path, f"must be safetensors; bad header ({error!r})")
     for name, entry in entries.items():
         if entry.start + entry.num_bytes > size:
-            _refuse(path, name, f"ends at byte {entry.start + entry.num_bytes}, the file at {size}: it was cut")
+            _refuse(path, name, f"ends at byte {entry.start + entry.num_bytes}, the file at {size}: it is cut off")
         dtype = _DTYPES.get(entry.kind)
         if dtype is not None and entry.num_bytes != math.prod(entry.shape) * dtype.itemsize:
             _refuse(path, name, f"has {entry.num_bytes} bytes, which does not fit shape {entry.shape}")

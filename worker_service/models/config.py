@@ -13,6 +13,11 @@ from worker_service.models.rope import RopeConfig, read_rope
 
 Fault = tuple[str, object, str]  # field, value, rule
 
+# Far above any model; sizes of tensors that are products of these can still be computed.
+_LARGEST = 2**24
+_MOST_HEADS = 2**16
+_MOST_LAYERS = 2**12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
@@ -69,14 +74,14 @@ def load_config(directory: Path) -> LlamaConfig:
     except OSError as error:
         raise InvalidParameter("model", str(directory), f"must hold config.json ({error.strerror})") from None
     except ValueError as error:
-        raise InvalidParameter("model", str(path), f"must be JSON ({error})") from None
+        raise InvalidParameter("model", str(path), f"config.json must be JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise InvalidParameter("model", str(path), "must be a JSON object")
+        raise InvalidParameter("model", str(path), "config.json must be a JSON object")
     faults: list[Fault] = []
     config = parse_config(raw, faults)
     if config is None or faults:
         text = "; ".join(f"{field}={value!r}: {rule}" for field, value, rule in faults)
-        raise InvalidParameter("model", str(path), f"cannot be served: {text}")
+        raise InvalidParameter("model", str(path), f"config.json cannot be served: {text}")
     return config
 
 
@@ -91,21 +96,23 @@ def parse_config(raw: Mapping[str, Any], faults: list[Fault]) -> LlamaConfig | N
     fields = _Reader(raw, faults)
     _check_unsupported(raw, faults)
     hidden_size = fields.whole("hidden_size")
-    num_heads = fields.whole("num_attention_heads")
-    num_kv_heads = fields.whole("num_key_value_heads", default=num_heads)
-    num_layers = fields.whole("num_hidden_layers")
-    max_position = fields.whole("max_position_embeddings")
-    if num_heads % num_kv_heads:
+    num_heads = fields.whole("num_attention_heads", most=_MOST_HEADS)
+    num_kv_heads = fields.whole("num_key_value_heads", default=num_heads, most=_MOST_HEADS)
+    num_layers = fields.whole("num_hidden_layers", most=_MOST_LAYERS)
+    max_position = fields.whole("max_position_embeddings", most=2**31 - 1)
+    # A rule about two values says nothing where one of them was refused.
+    if num_heads % num_kv_heads and fields.are_right("num_attention_heads", "num_key_value_heads"):
         faults.append(("num_attention_heads", num_heads, f"must be a multiple of num_key_value_heads ({num_kv_heads})"))
-    if raw.get("head_dim") is None and hidden_size % num_heads:
+    given = fields.are_right("hidden_size", "num_attention_heads")
+    if raw.get("head_dim") is None and hidden_size % num_heads and given:
         faults.append(("hidden_size", hidden_size, f"must be a multiple of num_attention_heads ({num_heads})"))
-    head_dim = fields.whole("head_dim", default=max(1, hidden_size // num_heads))
-    if head_dim % 2:
+    head_dim = fields.whole("head_dim", default=max(1, hidden_size // num_heads), most=_MOST_HEADS)
+    if head_dim % 2 and fields.are_right("head_dim") and (given or raw.get("head_dim") is not None):
         faults.append(("head_dim", head_dim, "must be even, for rotary embedding"))
     attention_bias = fields.boolean("attention_bias")
     return LlamaConfig(
         architecture=architecture,
-        vocab_size=fields.whole("vocab_size"),
+        vocab_size=fields.whole("vocab_size", most=2**31 - 1),
         hidden_size=hidden_size,
         intermediate_size=fields.whole("intermediate_size"),
         num_layers=num_layers,
@@ -159,13 +166,22 @@ class _Reader:
     def __init__(self, raw: Mapping[str, Any], faults: list[Fault]) -> None:
         self._raw = raw
         self.faults = faults
+        self._wrong: set[str] = set()
 
-    def whole(self, field: str, *, default: int | None = None, least: int = 1) -> int:
+    def are_right(self, *names: str) -> bool:
+        return self._wrong.isdisjoint(names)
+
+    def whole(self, field: str, *, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
         value = self._raw.get(field)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.faults.append((field, value, f"must be a whole number, at least {least}"))
+            self._wrong.add(field)
+            return max(least, 1)
+        if value > most:
+            self.faults.append((field, value, f"must be at most {most}"))
+            self._wrong.add(field)
             return max(least, 1)
         return value
 

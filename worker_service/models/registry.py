@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from maniple_kernels.backend import fits_cpu_kernels
 from maniple_kernels.paged_attention import AttentionPlan
 from service_chassis.errors import InvalidParameter
 from service_chassis.tensor_parallel import SplitSizes, split_rule
-from worker_service.models.checkpoint import load_checkpoint
+from worker_service.models.checkpoint import check_checkpoint, load_checkpoint
 from worker_service.models.config import LlamaConfig, load_config
 from worker_service.models.layers import Placement
 from worker_service.models.llama import KvLayer, LlamaModel
@@ -92,6 +93,9 @@ def load_model(
     if options.batch_invariant:
         _check_invariant(config, placement, options.block_size)
     max_model_len = options.max_model_len or config.max_position
+    # A size in the configuration that the files do not have is refused before memory is taken for it.
+    shapes = LlamaModel(config, replace(placement, device=torch.device("meta")), 1)
+    check_checkpoint(directory, shapes.slots(), ignored=shapes.ignores)
     model = LlamaModel(config, placement, max_model_len)
     load_checkpoint(directory, model.slots(), ignored=model.ignores, progress=progress)
     model.pack()

@@ -41,6 +41,6 @@ def test_shortage_names_the_rank_when_no_usable_block_fits() -> None:
     assert short.num_blocks == 1
     assert "rank 1 has 1048576 bytes" in short.shortage
     assert (
-        "1000 bytes of KV cache"
+        "must be at least 2097152: two blocks of this model"
         in plan(KvMemory(kv_bytes=GIB, block_bytes=1 << 20), kv_cache_memory_bytes=1000).shortage
     )

@@ -70,11 +70,32 @@ def test_a_cut_file_names_itself_and_the_first_tensor_that_is_missing(tmp_path: 
     file = tmp_path / "model.safetensors"
     os.truncate(file, file.stat().st_size - 1000)
     message = refusal(tmp_path)
-    assert str(file) in message
-    assert "it was cut" in message
+    assert str(tmp_path) in message
+    assert f"{file.name}: tensor " in message
+    assert "it is cut off" in message
     header = json.loads(file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")])
     named = message.split("tensor ")[1].split(" ")[0]
     assert 8 + header[named]["data_offsets"][1] > 0
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 8, 100])
+def test_a_file_cut_within_its_header_is_said_to_be_cut_off(tmp_path: Path, num_bytes: int) -> None:
+    write_checkpoint(tmp_path, CONFIG)
+    os.truncate(tmp_path / "model.safetensors", num_bytes)
+    assert f"model.safetensors: is cut off: it has {num_bytes} bytes" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(("field", "tensor"), [("vocab_size", "model.embed_tokens"), ("intermediate_size", "mlp.")])
+def test_a_size_that_the_files_do_not_have_is_refused_before_memory_is_taken(
+    tmp_path: Path, field: str, tensor: str
+) -> None:
+    write_checkpoint(tmp_path, CONFIG)
+    size = 10**9 if field == "vocab_size" else 10**7
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {field: size}))  # some 200 GB and 6 GB of weights
+    message = refusal(tmp_path)
+    assert "model.safetensors: tensor " in message
+    assert tensor in message
+    assert f"must have shape [{size}, 48], as config.json says" in message
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
@@ -89,7 +110,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CONFIG, tensors, num_files=2)
     message = refusal(tmp_path)
     assert "-of-00002.safetensors" in message
-    assert "tensor model.norm.weight must have shape [48], not [47]" in message
+    assert "tensor model.norm.weight must have shape [48], as config.json says, not [47]" in message
 
 
 def test_a_tensor_of_another_model_is_named(tmp_path: Path) -> None:
@@ -107,7 +128,8 @@ def test_old_buffers_and_a_copy_of_the_tied_embedding_are_left_out(tmp_path: Pat
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "a header of 0 bytes"),
+        (b"", "is cut off"),
+        (bytes(64), "a header of 0 bytes"),
         (b"\xff" * 64, "a header of"),
         (b"\x10" + bytes(7) + b"not json at all!", "bad header"),
     ],

@@ -125,3 +125,12 @@ def test_a_directory_without_a_model_we_know_is_refused(tmp_path: Path, text: st
         load_config(tmp_path)
     assert said in caught.value.message
     assert str(tmp_path) in caught.value.message
+
+
+@pytest.mark.parametrize("field", ["num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"])
+@pytest.mark.parametrize("value", [0, -1, "six", True, 10**12])
+def test_a_wrong_size_gives_no_second_fault_about_a_value_nobody_gave(field: str, value: object) -> None:
+    for head_dim in (8, None):
+        faults: list[tuple[str, object, str]] = []
+        parse_config(tiny_config("LlamaForCausalLM") | {"head_dim": head_dim, field: value}, faults)
+        assert [(fault[0], fault[1]) for fault in faults] == [(field, value)]
