@@ -26,7 +26,7 @@ from worker_service.models.registry import Model, load_model
 from worker_service.platforms.choose import choose_platform
 from worker_service.process_group import LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
-from worker_service.sampling.sampler import Sampler
+from worker_service.sampling.sampler import Sampler, check_finite
 from worker_service.step_work import Int32Array, Mode, StepOutput, StepWork
 from worker_service.tensor_group import TensorGroup
 
@@ -214,6 +214,8 @@ class TorchModelRunner:
             hidden = self._forward(step, kv)
             logits = self._compute_logits(hidden[: self._options.max_num_seqs])
             if logits is not None:
+                # A model that computes nonsense of nothing is refused before it serves anybody.
+                check_finite(logits, lambda place: "already before the first request; are its weights what they seem?")
                 logits.argmax(dim=-1)
             if logits is not None and self._platform.device.type == "cpu":
                 gumbel_argmax(logits, np.zeros((len(logits), 2), np.uint32))

@@ -10,6 +10,7 @@ Runs on the host. Logits of another device are brought over, for greedy rows onl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +27,23 @@ FloatArray = npt.NDArray[np.float32]
 
 # So many of the highest scores are sorted first in a top-p row; nearly always they reach top_p.
 _LIKELIEST = 512
+# Half of what float32 holds, so that what is added afterwards does not overflow.
+_HIGHEST = np.finfo(np.float32).max / 2
+
+
+class NonFiniteLogits(Exception):
+    """The model computed NaN or an infinity: what would be sampled from that is no output of it."""
+
+
+def check_finite(logits: Tensor, what: Callable[[int], str]) -> None:
+    """Raise ``NonFiniteLogits`` if some row of ``logits`` holds NaN or an infinity; ``what`` names the first.
+
+    A sum is not finite if a term is not. It may also overflow where all are, so rows that look bad are looked at again.
+    """
+    suspects = (~torch.isfinite(logits.sum(dim=-1))).nonzero().flatten().tolist()
+    for place in suspects:
+        if not bool(torch.isfinite(logits[place]).all()):
+            raise NonFiniteLogits(f"the model's logits are not finite: {what(place)}")
 
 
 class KnownTokens(Protocol):
@@ -51,7 +69,11 @@ class Sampler:
             rows: [num_rows] req_index values.
         Returns:
             [num_rows] int32 token ids. Nothing is appended to the batch.
+
+        Raises:
+            NonFiniteLogits: a row holds NaN or an infinity.
         """
+        check_finite(logits, lambda place: f"row {rows[place]}, position {self._batch.num_tokens[rows[place]]}")
         columns = self._batch.sampling
         adjusted = columns.adjusted(rows.tolist())
         drawn = np.flatnonzero(columns.temperature[rows] >= GREEDY_BELOW)
@@ -113,7 +135,10 @@ class Sampler:
             repetition = columns.repetition_penalty[row]
             if repetition != 1:
                 seen = scores[counts.seen]
-                scores[counts.seen] = np.where(seen > 0, seen / repetition, seen * repetition)
+                with np.errstate(over="ignore"):
+                    penalized = np.where(seen > 0, seen / repetition, seen * repetition)
+                # No further than scores go: an infinity beside another is NaN once something is taken away.
+                scores[counts.seen] = np.where(np.isfinite(seen), np.clip(penalized, -_HIGHEST, _HIGHEST), seen)
             scores -= columns.frequency_penalty[row] * counts.output_counts
             scores -= columns.presence_penalty[row] * (counts.output_counts > 0)
 

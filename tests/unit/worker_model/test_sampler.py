@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from worker_service.input_batch import InputBatch
-from worker_service.sampling.sampler import Sampler, kept_ids
+from worker_service.sampling.sampler import NonFiniteLogits, Sampler, kept_ids
 from worker_service.step_work import Mode, NewRow, RowSampling, StepWork
 
 VOCAB = 97
@@ -209,3 +209,36 @@ def test_draws_follow_the_softmax(sampling: RowSampling) -> None:
     chi_square = ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum()
     # 99.9 % of the distribution with 11 degrees of freedom lie below 31.3; seeds are fixed.
     assert chi_square < 31.3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "sampling", [RowSampling(), RowSampling(temperature=1.0), RowSampling(temperature=1.0, top_p=0.5)]
+)
+def test_logits_that_are_not_finite_are_an_error_and_no_token(bad: float, sampling: RowSampling) -> None:
+    batch = make_batch({3: ([5, 6], 1, RowSampling()), 5: ([5, 6, 7], 1, sampling)})
+    logits = random_logits(2)
+    logits[1, 50] = bad
+    with pytest.raises(NonFiniteLogits, match="not finite: row 5, position 3"):
+        Sampler(batch).sample(logits, np.array([3, 5], np.int32))
+
+
+def test_large_logits_whose_sum_overflows_are_sampled() -> None:
+    batch = make_batch({3: ([5], 1, RowSampling())})
+    logits = torch.full((1, VOCAB), 3e38)
+    logits[0, 7] = 3.2e38
+    assert Sampler(batch).sample(logits, np.array([3], np.int32)).tolist() == [7]
+
+
+@pytest.mark.parametrize("penalty", [1e-38, 0.01, 10.0])
+def test_penalties_never_make_scores_nan(penalty: float) -> None:
+    sampling = RowSampling(
+        temperature=1.0, repetition_penalty=penalty, frequency_penalty=-2.0, logit_bias=((5, 100.0),)
+    )
+    batch = make_batch({2: ([5, 6, 5, 9], 1, sampling)})
+    logits = torch.full((1, VOCAB), 1e30)
+    logits[0, [6, 9]] = torch.tensor([-3e38, 3e38])
+    Sampler(batch).sample(logits, np.array([2], np.int32))
+    assert not torch.isnan(logits).any()
+    assert (logits[0] > -torch.inf).all()
+    assert (logits[0] < torch.inf).all()
