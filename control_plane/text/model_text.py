@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from control_plane.text.chat_template import ChatTemplate
+from control_plane.text.generation_config import generation_faults
 from control_plane.text.scripted_tokenizer import ASSISTANT, CHAT_TEMPLATE, END, SYSTEM, USER
 from control_plane.text.tokenizer import Tokenizer
 from service_chassis.errors import ConfigurationError, InvalidParameter
@@ -134,6 +135,9 @@ def _from_directory(path: Path) -> ModelText:
         faults.append(("model", str(path / "config.json"), "must name the model's class in `architectures`"))
     if not faults and not (isinstance(max_model_len, int) and max_model_len > 0):
         faults.append(("model", str(path / "config.json"), "must have a positive max_position_embeddings"))
+    vocab_size = config.get("vocab_size")
+    vocab_size = max(tokenizer.vocab_size, vocab_size) if isinstance(vocab_size, int) else tokenizer.vocab_size
+    faults += generation_faults(generation, str(path / "generation_config.json"), vocab_size)
     if faults:
         raise ConfigurationError(faults)
 

@@ -77,6 +77,40 @@ def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("temperature", "hot", "must be a number"),
+        ("temperature", -1, "must be a finite number, at least 0"),
+        ("temperature", float("nan"), "must be a finite number, at least 0"),
+        ("top_p", -3, "must be above 0 and at most 1"),
+        ("top_p", True, "must be a number"),
+        ("min_p", 1.5, "must be in [0, 1]"),
+        ("top_k", 2.5, "must be a whole number"),
+        ("top_k", 2**40, "must be in [-1, 2147483647]"),
+        ("repetition_penalty", 0, "must be in [0.01, 10]"),
+        ("max_new_tokens", 0, "must be in [1, 2147483647]"),
+        ("eos_token_id", 260, "must be a token id, or a list of them, in [0, 260)"),
+        ("eos_token_id", [1, -1], "must be a token id, or a list of them, in [0, 260)"),
+        ("eos_token_id", "<|end|>", "must be a token id, or a list of them, in [0, 260)"),
+    ],
+)
+def test_a_wrong_default_is_the_models_fault_and_told_at_the_start(
+    tmp_path: Path, name: str, value: object, rule: str
+) -> None:
+    model = write_model(tmp_path, generation_config={name: value, "do_sample": "whatever"})
+    with pytest.raises(ConfigurationError) as caught:
+        load_model_text(str(model))
+    assert caught.value.faults == [("model", str(model / "generation_config.json"), f"{name} {value!r} {rule}")]
+
+
+def test_a_default_of_null_is_none(tmp_path: Path) -> None:
+    generation = {"temperature": None, "top_k": 50.0, "eos_token_id": None}
+    assert load_model_text(str(write_model(tmp_path, generation_config=generation))).defaults.to_json() == (
+        '{"top_k": 50}'
+    )
+
+
 @pytest.mark.parametrize("named", ["file", "string", "list"])
 def test_template_is_found_where_transformers_looks(tmp_path: Path, named: str) -> None:
     template = "{{ messages[0].content }}"
