@@ -190,7 +190,7 @@ class Engine:
             live = LiveRequest.of(generation, stream, self._tokenizer, now)
             payload = self._payload(live)
         except (ValueError, TypeError, OverflowError) as error:
-            # Out of a field's range, or of another type. Here it fails alone; in a delta it would take all others along.
+            # Out of a field's range, or of another type. Here it fails alone; in a delta it would take all along.
             internal = InternalError()
             log.error(  # without the traceback, whose locals hold the prompt
                 "request.unwritable", request_id=request_id, incident_id=internal.incident_id, reason=str(error)

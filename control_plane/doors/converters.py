@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from control_plane.doors import limits as rules
-from control_plane.doors.prompts import chat_to_ids, check_ids, text_to_ids
+from control_plane.doors.prompts import chat_to_ids, check_ids, max_chars, text_to_ids
 from control_plane.doors.sampling_rules import check_built, resolve_sampling, resolve_text
 from control_plane.doors.served_model import ServedModel
 from control_plane.generation import Chunk, Cursor, Done, FinishReason, Generation, SampleFinished, Started
@@ -127,17 +127,20 @@ def _check_built(request: GenerateRequest) -> None:
 
 async def _prompt(request: GenerateRequest, served: ServedModel, limits: EngineLimits) -> list[int]:
     kind = request.WhichOneof("prompt")
+    # What is truncated may be longer than the context.
+    is_cut = request.sampling.HasField("truncate_prompt_tokens")
+    limit = None if is_cut else max_chars(served.text, limits.max_model_len)
     if kind == "text":
-        prompt = await text_to_ids(request.text, served.text)
+        prompt = await text_to_ids(request.text, served.text, limit=limit)
     elif kind == "chat":
-        prompt = await chat_to_ids(request.chat, served.text)
+        prompt = await chat_to_ids(request.chat, served.text, limit=limit)
     elif kind == "token_ids":
         prompt = check_ids(request.token_ids.ids, limits.vocab_size)
     else:
         raise InvalidParameter("prompt", None, "one of text, token_ids and chat must be set")
     if not prompt:
         raise InvalidParameter("prompt", [], "must have at least one token")
-    if request.sampling.HasField("truncate_prompt_tokens"):
+    if is_cut:
         keep = request.sampling.truncate_prompt_tokens
         rules.check_number("truncate_prompt_tokens", keep, 1)
         prompt = prompt[-keep:]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from control_plane.doors import converters, prompts
 from control_plane.doors.calls import Context, call_facts, caller_identity, events, stream_events
-from control_plane.doors.limits import check_token_ids
+from control_plane.doors.limits import MAX_DETOKENIZE_CONTEXTS, MAX_TOKENIZE_CHARS, check_count, check_token_ids
 from control_plane.doors.served_model import ServedModel
 from control_plane.generation import Chunk, Done, Event, Generation, SampleFinished, Started
 from maniple.v1 import inference_pb2, inference_pb2_grpc
@@ -71,9 +71,13 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
         kind = request.WhichOneof("input")
         asked = request.add_special_tokens if request.HasField("add_special_tokens") else kind == "text"
         if kind == "text":
-            token_ids = await prompts.text_to_ids(request.text, text, add_special_tokens=asked)
+            token_ids = await prompts.text_to_ids(
+                request.text, text, limit=MAX_TOKENIZE_CHARS, add_special_tokens=asked
+            )
         elif kind == "chat":
-            token_ids = await prompts.chat_to_ids(request.chat, text, add_special_tokens=asked)
+            token_ids = await prompts.chat_to_ids(
+                request.chat, text, limit=MAX_TOKENIZE_CHARS, add_special_tokens=asked
+            )
         else:
             raise InvalidParameter("input", None, "one of text and chat must be set")
         limits = self._fleet.limits
@@ -83,9 +87,11 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         self._served.check_name(request.model)
-        check_token_ids("token_ids", request.token_ids, self._fleet.limits.vocab_size)
+        limits = self._fleet.limits
+        check_count("token_ids", request.token_ids, MAX_DETOKENIZE_CONTEXTS * limits.max_model_len)
+        check_token_ids("token_ids", request.token_ids, limits.vocab_size)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = self._served.text.tokenizer.decode(request.token_ids, skip_special_tokens=skip)
+        text = await prompts.ids_to_text(request.token_ids, self._served.text, skip_special_tokens=skip)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(

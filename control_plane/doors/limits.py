@@ -12,6 +12,10 @@ from service_chassis.errors import InvalidParameter
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_BYTES = 256
 MAX_CURSORS = 1024
+# Tokenize serves text that no prompt of this model could hold, within reason.
+MAX_TOKENIZE_CHARS = 1 << 20
+# Detokenize serves so many times the context.
+MAX_DETOKENIZE_CONTEXTS = 64
 # A request that nobody listens to holds memory that others wait for.
 MAX_DETACH_GRACE_S = 3600.0
 
@@ -33,7 +37,9 @@ def check_number(field: str, value: float, low: float, high: float = math.inf, *
             rule = f"must be finite and {'above' if above_low else 'at least'} {low:g}"
         else:
             rule = f"must be in {'(' if above_low else '['}{low:g}, {high:g}]"
-        raise InvalidParameter(field, float(f"{value:.6g}"), rule)
+        # As the client gave it: without the digits that 32 bits add, and whole where it is.
+        shown = float(f"{value:.6g}")
+        raise InvalidParameter(field, int(shown) if shown.is_integer() else shown, rule)
     return value
 
 
@@ -45,7 +51,10 @@ def check_count(field: str, values: Sequence[object], most: int) -> None:
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Check that ids are inside the vocabulary."""
-    for token_id in token_ids:
+    ids = list(token_ids)
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return  # without a loop in Python: there may be a million
+    for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidParameter(field, token_id, f"must be inside the vocabulary, [0, {vocab_size})")
 

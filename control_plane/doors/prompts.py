@@ -18,16 +18,33 @@ T = TypeVar("T")
 _INLINE_CHARS = 4096
 
 
-async def text_to_ids(text: str, model: ModelText, *, add_special_tokens: bool = True) -> list[int]:
-    """Tokenize a text prompt. Raises ``InvalidParameter`` for an empty one."""
+def max_chars(model: ModelText, max_model_len: int) -> int | None:
+    """Return the length of text that is too long for the context whatever its tokens are; None: it has no such length.
+
+    Tokenizing much longer text would only tell, after seconds, what its length tells at once.
+    """
+    token_chars = model.tokenizer.max_token_chars
+    return None if token_chars is None else token_chars * max_model_len
+
+
+async def text_to_ids(
+    text: str, model: ModelText, *, limit: int | None = None, add_special_tokens: bool = True
+) -> list[int]:
+    """Tokenize a text prompt of at most ``limit`` characters. Raises ``InvalidParameter``, also for an empty one."""
     if not text:
         raise InvalidParameter("text", text, "must not be empty")
+    _check_length("text", text, limit)
     encode = model.tokenizer.encode
     return await _run(len(text), lambda: encode(text, add_special_tokens=add_special_tokens))
 
 
-async def chat_to_ids(chat: ChatPrompt, model: ModelText, *, add_special_tokens: bool = False) -> list[int]:
-    """Render a conversation and tokenize it; the template writes special tokens itself."""
+async def chat_to_ids(
+    chat: ChatPrompt, model: ModelText, *, limit: int | None = None, add_special_tokens: bool = False
+) -> list[int]:
+    """Render a conversation, to at most ``limit`` characters, and tokenize it.
+
+    The template writes special tokens itself.
+    """
     template = model.chat_template
     if chat.chat_template:
         # A client's program: compiled and run in a thread, whatever it does.
@@ -40,6 +57,7 @@ async def chat_to_ids(chat: ChatPrompt, model: ModelText, *, add_special_tokens:
 
     def render_and_encode() -> list[int]:
         text = found.render(messages, **options)
+        _check_length("chat", text, limit)
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     num_chars = _INLINE_CHARS if chat.chat_template else chat.ByteSize()
@@ -52,6 +70,17 @@ def check_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
         raise InvalidParameter("token_ids", [], "must not be empty")
     check_token_ids("token_ids", token_ids, vocab_size)
     return list(token_ids)
+
+
+async def ids_to_text(token_ids: Sequence[int], model: ModelText, *, skip_special_tokens: bool) -> str:
+    """Detokenize."""
+    decode = model.tokenizer.decode
+    return await _run(len(token_ids), lambda: decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+
+def _check_length(field: str, text: str, limit: int | None) -> None:
+    if limit is not None and len(text) > limit:
+        raise InvalidParameter(field, f"{len(text)} characters", f"may have at most {limit} characters")
 
 
 async def _run(num_chars: int, function: Callable[[], T]) -> T:

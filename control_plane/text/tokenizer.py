@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from tokenizers.decoders import DecodeStream
 
 from control_plane.text.scripted_tokenizer import byte_tokenizer, vocabulary_tokenizer
 from service_chassis.errors import ConfigurationError, InvalidParameter
+
+# From so many characters or ids on the library's batch functions are called: unlike the others they let other threads
+# run meanwhile, the event loop's too.
+_LONG = 4096
+# So many code points at most are composed into one by a normalizer.
+_COMPOSED = 4
 
 
 class Tokenizer:
@@ -22,6 +29,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.max_token_chars = _max_token_chars(backend)  # of text that one token stands for; None: any number
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
@@ -43,7 +51,10 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``, with what the model's post-processor adds (a first token, usually)."""
         try:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            if len(text) < _LONG:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         except Exception as error:
             # Only vocabularies without an unknown token fail here; the library names no class.
             raise InvalidParameter("text", text, f"cannot be written in the model's vocabulary ({error})") from error
@@ -52,7 +63,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids; invalid bytes become U+FFFD, ids that no token has leave none."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids, text = list(token_ids), ""
+        if len(ids) < _LONG:
+            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:
+            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def decode_stream(self, *, skip_special_tokens: bool = True) -> DecodeStream:
@@ -72,3 +87,15 @@ class Tokenizer:
         """Return a tokenizer.json from which anybody can build the same tokenizer."""
         text: str = self._backend.to_str()
         return text
+
+
+def _max_token_chars(backend: tokenizers.Tokenizer) -> int | None:
+    """Return the most characters of text that one token stands for; None where an unknown token stands for any word."""
+    parts = json.loads(backend.to_str())
+    model = parts["model"]
+    has_unknown = model.get("unk_token") is not None or model.get("unk_id") is not None
+    if has_unknown and not model.get("byte_fallback"):
+        return None
+    # A vocabulary writes each byte of a token as at least one character.
+    longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+    return longest * (_COMPOSED if parts["normalizer"] else 1)

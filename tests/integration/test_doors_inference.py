@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from control_plane.text.tokenizer import Tokenizer
 from maniple.v1 import errors_pb2, inference_pb2
 from maniple.v1.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, GenerateResponse, TokenIds
 from maniple.v1.sampling_pb2 import SamplingParams, StructuredOutput
@@ -367,6 +368,54 @@ async def test_message_over_the_limit_names_the_limit_and_the_channel_lives() ->
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert str(4 << 20) in (error.details() or "")
         assert (await ask(doors, sampling=SamplingParams(max_tokens=1)))[-1].HasField("done")
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "said"),
+    [
+        ("Generate", GenerateRequest(text="x" * 833), "text='833 characters': may have at most 832 characters"),
+        (
+            "Generate",
+            GenerateRequest(
+                chat=ChatPrompt(
+                    messages=[ChatMessage(role="user", content="x" * 900)], chat_template="{{ messages[0].content }}"
+                )
+            ),
+            "chat='900 characters': may have at most 832 characters",
+        ),
+        (
+            "Tokenize",
+            inference_pb2.TokenizeRequest(text="x" * (2**20 + 1)),
+            "text='1048577 characters': may have at most",
+        ),
+        (
+            "Detokenize",
+            inference_pb2.DetokenizeRequest(token_ids=[1] * (64 * 64 + 1)),
+            "token_ids='4097 entries': may have at most 4096",
+        ),
+    ],
+)
+async def test_what_is_much_too_long_is_refused_before_it_is_converted(
+    method: str, request_: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(*args: object, **options: object) -> None:
+        raise AssertionError("it was converted")
+
+    async with open_doors() as doors:
+        monkeypatch.setattr(Tokenizer, "encode", convert)
+        monkeypatch.setattr(Tokenizer, "decode", convert)
+        call = getattr(doors.inference, method)(request_, timeout=10)
+        error = await refused(call.read() if method == "Generate" else call)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert said in (error.details() or "")
+
+
+async def test_a_truncated_text_may_be_much_longer_than_the_context() -> None:
+    async with open_doors() as doors:
+        sampling = SamplingParams(truncate_prompt_tokens=3, max_tokens=2)
+        call = doors.inference.Generate(GenerateRequest(text="x" * 5000, sampling=sampling), timeout=10)
+        assert [response async for response in call]
+        assert doors.engine.seen[0].prompt_token_ids == (*b"xxx",)
 
 
 async def test_tokenize_and_detokenize_are_inverse() -> None:

@@ -11,7 +11,8 @@ import torch
 
 from support.greedy_rule import assert_greedy
 from support.runner_driver import RunnerDriver
-from support.tiny_checkpoints import tiny_config, write_checkpoint
+from support.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
+from worker_service.sampling.sampler import NonFiniteLogits
 from worker_service.step_work import RowSampling
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -153,3 +154,14 @@ def test_warm_up_and_profile_leave_no_trace(tmp_path: Path) -> None:
     driver.runner.warm_up((16, 4), True, lambda share, what: None)
     assert driver.generate(0, prompt, 6) == plain
     assert driver.runner.known_tokens(0) == prompt + plain
+
+
+def test_a_model_whose_logits_are_not_finite_is_refused_before_it_serves(tmp_path: Path) -> None:
+    config = MODELS["llama"]
+    tensors = tiny_tensors(config)
+    tensors["model.norm.weight"][3] = float("nan")
+    driver = RunnerDriver(write_checkpoint(tmp_path / "broken", config, tensors))
+    with pytest.raises(NonFiniteLogits, match="not finite: already before the first request"):
+        driver.runner.warm_up((), True, lambda share, what: None)
+    with pytest.raises(NonFiniteLogits, match="not finite: row 0, position 3"):
+        driver.step({0: 3}, new=[driver.enter(0, [1, 2, 3])])

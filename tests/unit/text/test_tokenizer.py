@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,35 @@ def test_unreadable_tokenizer_is_named(tmp_path: Path, content: str | None) -> N
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_long_texts_are_tokenized_as_by_transformers_while_other_threads_run(
+    ours: Tokenizer, theirs: PreTrainedTokenizerFast
+) -> None:
+    text = "\n".join(TEXTS) * 300
+    longest_wait = [0.0]
+    is_done = threading.Event()
+
+    def watch() -> None:
+        while not is_done.is_set():
+            before = time.perf_counter()
+            time.sleep(0.001)
+            longest_wait[0] = max(longest_wait[0], time.perf_counter() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.perf_counter()
+    ids = ours.encode(text)
+    back = ours.decode(ids)
+    took = time.perf_counter() - started
+    is_done.set()
+    watcher.join()
+    assert longest_wait[0] < took / 2, "nothing else ran meanwhile"
+    assert ids == theirs.encode(text)
+    assert back == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_a_token_stands_for_no_more_characters_than_the_longest_has() -> None:
+    assert Tokenizer.for_scripted().max_token_chars == len("<|assistant|>")
+    unknown = models.WordLevel({"a": 0, "?": 1}, unk_token="?")
+    assert Tokenizer(tokenizers.Tokenizer(unknown)).max_token_chars is None
