@@ -82,6 +82,13 @@ def _addresses_rule(value: tuple[tuple[str, ...], ...]) -> str:
     return wrong or ("" if len(set(addresses)) == len(addresses) else "names an address twice")
 
 
+def _read_names(text: str) -> tuple[str, ...]:
+    names = read_words(text)
+    if not names:
+        raise ValueError("must not be empty")
+    return names
+
+
 def _names_rule(value: tuple[str, ...]) -> str:
     for name in value:
         # A byte that is no UTF-8 comes from a command line as a lone surrogate, which is not printable either.
@@ -100,7 +107,7 @@ class ControlPlaneConfig:
     for tests and client authors)."""
 
     served_model_name: tuple[str, ...] = setting(
-        (), topic=MODEL, read=read_words, rule=_names_rule, metavar="NAME", many=True
+        (), topic=MODEL, read=_read_names, rule=_names_rule, metavar="NAME", many=True
     )
     """Names that requests may use; the first is preferred. Default: the model's own name."""
 

@@ -54,7 +54,15 @@ def flag_texts(arguments: argparse.Namespace, config_class: type) -> dict[str, s
 def fault_lines(faults: Iterable[Fault], config_class: type) -> list[str]:
     """Say each fault in a line, under the name of its flag."""
     flags = {name: made.flag for name, made in settings_of(config_class).items()}
-    return [f"  {flags.get(field, field)} {value}".rstrip() + f": {rule}" for field, value, rule in faults]
+    return [f"  {flags.get(field, field)} {_typed(value)}".rstrip() + f": {rule}" for field, value, rule in faults]
+
+
+def _typed(value: object) -> str:
+    """Return a value as it is typed: words by commas, groups of them by semicolons."""
+    if isinstance(value, tuple):
+        return (";" if any(isinstance(one, tuple) for one in value) else ",").join(map(_typed, value))
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def flag_words(flag: str, value: object) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -81,6 +82,8 @@ def run(argv: Sequence[str]) -> int:
     address = server_address(arguments)
     options = {"model": arguments.model, **sampling_options(arguments)}
     on_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text end neither the program nor the conversation
     with Client(address, resume_for_s=RESUME_FOR_S) as client:
         try:
             model = client.get_model(arguments.model)

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Mapping
 
 from control_plane.cli.command_name import command_name
+from control_plane.cli.number_flags import finite_at_least_0, number, whole
 from control_plane.exit_codes import FAILURE
 from maniple_client.channel import DEFAULT_ADDRESS
 from maniple_client.errors import ManipleError, TransportLost
+from service_chassis.settings import above, at_least
 
 SERVER_VARIABLE = "MANIPLE_SERVER"
 # How long a command looks for a generation whose server is gone: somebody is watching.
@@ -34,28 +36,39 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how to sample; what is left out is the server's choice."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--max-tokens", type=int, metavar="N", help="end after N tokens (default: the model's own, else the context)"
+        "--max-tokens",
+        type=whole(1),
+        metavar="N",
+        help="end after N tokens (default: the model's own, else the context)",
     )
-    group.add_argument("--min-tokens", type=int, metavar="N", help="no stop takes effect before N tokens")
+    group.add_argument("--min-tokens", type=whole(0), metavar="N", help="no stop takes effect before N tokens")
     group.add_argument(
-        "--temperature", type=float, metavar="T", help="0: always the likeliest token (default: the model's own)"
+        "--temperature",
+        type=number(finite_at_least_0),
+        metavar="T",
+        help="0: always the likeliest token (default: the model's own)",
     )
     group.add_argument(
         "--top-p",
-        type=float,
+        type=number(above(0, at_most=1)),
         metavar="P",
         help="sample among the likeliest tokens that make up P (default: the model's own)",
     )
     group.add_argument(
-        "--top-k", type=int, metavar="K", help="sample among the K likeliest tokens (default: the model's own)"
+        "--top-k",
+        type=whole(-1, at_most=2**31 - 1),
+        metavar="K",
+        help="sample among the K likeliest tokens (default: the model's own)",
     )
     group.add_argument(
         "--min-p",
-        type=float,
+        type=number(at_least(0, at_most=1)),
         metavar="P",
         help="drop tokens less likely than P times the likeliest (default: the model's own)",
     )
-    group.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same noise")
+    group.add_argument(
+        "--seed", type=whole(0, at_most=2**64 - 1), metavar="S", help="the same seed gives the same noise"
+    )
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT appears; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of text")
 

@@ -17,8 +17,10 @@ from control_plane.cli.connection import (
     sampling_options,
     server_address,
 )
+from control_plane.cli.number_flags import LONGEST_S, number, whole
 from control_plane.exit_codes import FAILURE, INTERRUPTED, OK, USAGE
 from maniple_client import Chunk, Client, Done, GenerationStream, ManipleError
+from service_chassis.settings import above
 
 EPILOG = """\
 Examples:
@@ -42,8 +44,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--token-ids", metavar="IDS", help="continue these ids, separated by commas, instead of a text")
     add_server_flag(made)
     made.add_argument("--model", default="", metavar="NAME", help="a served model name")
-    made.add_argument("--n", type=int, metavar="N", help="draw N samples; they are printed when all have ended")
-    made.add_argument("--timeout-s", type=float, metavar="SECONDS", help="the deadline of the request")
+    made.add_argument("--n", type=whole(1), metavar="N", help="draw N samples; they are printed when all have ended")
+    made.add_argument(
+        "--timeout-s",
+        type=number(above(0, at_most=LONGEST_S)),
+        metavar="SECONDS",
+        help="the deadline of the request",
+    )
     made.add_argument("--json", action="store_true", help="print every event as a line of JSON")
     made.add_argument("--stats", action="store_true", help="print times and tokens on standard error at the end")
     add_sampling_flags(made)

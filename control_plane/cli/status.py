@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from control_plane.cli.connection import add_server_flag, report, server_address
+from control_plane.cli.number_flags import LONGEST_S, number
 from control_plane.exit_codes import FAILURE, INTERRUPTED, OK
 from maniple.v1 import admin_pb2
 from maniple_client import Client, ManipleError
+from service_chassis.settings import at_least
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +39,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--watch", action="store_true", help="ask again and again until Ctrl-C")
     made.add_argument(
-        "--interval-s", type=float, default=1.0, metavar="SECONDS", help="between two answers (default 1)"
+        "--interval-s",
+        type=number(at_least(0.01, at_most=LONGEST_S)),
+        default=1.0,
+        metavar="SECONDS",
+        help="between two answers (default 1)",
     )
     return made
 

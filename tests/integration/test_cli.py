@@ -201,6 +201,17 @@ def test_ctrl_c_in_chat_ends_the_answer_and_not_the_program(server: FakeServer) 
         assert process.wait(10) == 0
 
 
+def test_bytes_that_are_no_text_end_neither_chat_nor_its_conversation(server: FakeServer) -> None:
+    with on_a_terminal("chat", "--server", server.address) as (process, terminal):
+        _read_until(terminal, "> ")
+        os.write(terminal, b"Why \xff\xfe?\n")
+        _read_until(terminal, "The sky is blue.")
+        os.write(terminal, b"And then?\n/quit\n")
+        assert process.wait(10) == 0
+    asked = [request.chat.messages[-1].content for request in server.requests]
+    assert asked == ["Why \ufffd\ufffd?", "And then?"]
+
+
 def _read_until(terminal: int, wanted: str, *, press: bytes = b"", timeout_s: float = 20.0) -> str:
     seen, end = "", time.monotonic() + timeout_s
     while wanted not in seen:

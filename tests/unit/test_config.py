@@ -158,6 +158,8 @@ def test_more_ranks_than_the_cores_can_run_are_refused() -> None:
 def test_a_served_name_that_no_message_can_show_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="1 to 256 printable"):
         ControlPlaneConfig(served_model_name=("fine", name))
+    with pytest.raises(ConfigurationError, match="served_model_name='': must not be empty"):
+        load_config({"model": "scripted", "served_model_name": ""}, {})
     assert ControlPlaneConfig(served_model_name=("smol/é 2", "x" * 256)).served_model_name[0] == "smol/é 2"
 
 

@@ -53,3 +53,10 @@ def test_help_shows_no_empty_default(parser: argparse.ArgumentParser) -> None:
     shown = " ".join(parser.format_help().split())
     assert "(default )" not in shown
     assert "(default 127.0.0.1:50051) [MANIPLE_LISTEN]" in shown
+
+
+def test_wrong_addresses_are_shown_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_config({"model": "scripted", "worker_addresses": "a:1,b:1;c"}, {})
+    print_faults(caught.value, "maniple control-plane")
+    assert "  --worker-addresses a:1,b:1;c: must be" in capsys.readouterr().err
