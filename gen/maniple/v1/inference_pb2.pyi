@@ -665,7 +665,7 @@ class DetokenizeRequest(_message.Message):
     """Default true."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Inside the vocabulary."""
+        """Inside the vocabulary; at most 64 times max_model_len."""
 
     def __init__(
         self,

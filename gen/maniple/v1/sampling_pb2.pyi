@@ -113,7 +113,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """In [0, 1]. Default 0: drop tokens less likely than min_p times the likeliest."""
     repetition_penalty: _builtins.float
-    """In (0, 10]. Default 1. Over prompt and output."""
+    """In [0.01, 10]. Default 1. Over prompt and output."""
     presence_penalty: _builtins.float
     """In [-2, 2]. Default 0. Over the output."""
     frequency_penalty: _builtins.float
