@@ -93,3 +93,18 @@ def test_more_allowed_ids_than_a_delta_should_carry_are_refused() -> None:
         resolve_sampling(
             SamplingParams(allowed_token_ids=allowed), MODEL, vocab_size=2**20, room=5, draw_seed=lambda: 1
         )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("max_tokens", 0, "max_tokens=0: "),
+        ("n", 0, "n=0: "),
+        ("top_k", -7, "top_k=-7: "),
+        ("top_p", 1.1, "top_p=1.1: "),
+    ],
+)
+def test_a_refused_number_is_told_as_it_was_given(field: str, value: float, said: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        resolve(**{field: value})
+    assert caught.value.message.startswith(said)
