@@ -16,8 +16,8 @@ from processes import Surroundings, tree, until, until_gone
 from service_chassis.scripted import ScriptedOptions, fail_at, parse_scripted, scripted_model
 from targets import Elsewhere, Served, StreamLog, Streams, Target, Vllm, ready
 
-# A stream that outlives its case by so much is a hang, whatever the limit.
-_HANG_S = 120.0
+# What takes so long is a hang, whatever the limit.
+_HANG_S = 60.0
 _MAX_TOKENS = 2000
 # Long enough that everybody runs, and that steps are steady.
 _TOKENS_BEFORE = 8
@@ -103,7 +103,7 @@ async def measure_loss(
     """Measure how a lost group ends: readiness, streams, processes. ``words``: a pattern in every stream's error."""
     readiness = asyncio.create_task(not_ready_at(target))
     try:
-        ended_at = await streams.all_ended(_HANG_S)
+        ended_at = await _all_ended(streams, measured)
         began = since if since is not None else max(log.token_at for log in streams.logs)
         measured.seconds["last stream ended"] = ended_at - began
         gone_at = await until_gone(pids, _HANG_S)
@@ -113,8 +113,18 @@ async def measure_loss(
     finally:
         readiness.cancel()
     for log in streams.logs:
-        measured.must(log.num_ends == 1, f"a stream ended {log.num_ends} times")
-        measured.must(re.search(words, log.error), f"a stream ended with {log.error!r}, not with {words!r}")
+        measured.must(log.num_ends < 2, f"a stream ended {log.num_ends} times")
+        right = not log.num_ends or re.search(words, log.error)
+        measured.must(right, f"a stream ended with {log.error!r}, not with {words!r}")
+
+
+async def _all_ended(streams: Streams, measured: Measured) -> float:
+    """Return when the last stream ended, or when we gave up waiting."""
+    try:
+        return await streams.all_ended(_HANG_S)
+    except TimeoutError as error:
+        measured.wrong.append(str(error))
+        return time.monotonic()
 
 
 def served(around: Surroundings, settings: Settings, model: str = "") -> Target:
@@ -154,8 +164,7 @@ async def _control_plane_killed(around: Surroundings, settings: Settings, repeti
     async with running(target, settings) as (streams, _):
         pids = tree(target.main.pid)
         since = target.main.send_signal(signal.SIGKILL)
-        ended_at = await streams.all_ended(_HANG_S)
-        measured.seconds["last stream ended"] = ended_at - since
+        measured.seconds["last stream ended"] = await _all_ended(streams, measured) - since
         try:
             measured.seconds["nothing left"] = await until_gone(pids, 30.0) - since
         except TimeoutError:

@@ -60,8 +60,7 @@ async def run_case(case: Case, settings: Settings, repetitions: int) -> dict[str
         around = Surroundings()
         try:
             measured = await case.run(around, settings, repetition)
-            if not settings.peer:
-                measured.wrong += await left_after(around)
+            measured.wrong += await left_after(around)
         except (TimeoutError, RuntimeError, OSError) as error:
             measured = Measured(wrong=[f"{type(error).__name__}: {error}"])
         finally:
@@ -90,7 +89,7 @@ async def left_after(around: Surroundings) -> list[str]:
     """Say what is left of a server that has ended."""
     with suppress(TimeoutError):
         await until(lambda: not any(around.left().values()), 2.0, "nothing", every_s=0.05)
-    return [f"{kind} left: {what}" for kind, what in around.left().items() if what]
+    return [f"{kind} left: {len(what)}, such as {what[0]}" for kind, what in around.left().items() if what]
 
 
 def is_missed(result: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from ctypes import c_float
 from typing import Any
 
 from service_chassis.errors import InvalidParameter
@@ -31,7 +32,9 @@ def check_request_id(request_id: str) -> None:
 
 def check_number(field: str, value: float, low: float, high: float = math.inf, *, above_low: bool = False) -> float:
     """Return ``value`` if it is finite and in [low, high], or in (low, high]. NaN is in no range."""
-    inside = (low < value if above_low else low <= value) and value <= high
+    # Clients send 32 bits: a bound itself must be inside, however it was rounded on the way.
+    least, most = min(low, c_float(low).value), max(high, c_float(high).value)
+    inside = (low < value if above_low else least <= value) and value <= most
     if not (inside and math.isfinite(value)):
         if high == math.inf:
             rule = f"must be finite and {'above' if above_low else 'at least'} {low:g}"

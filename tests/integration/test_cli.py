@@ -394,9 +394,9 @@ def test_errors_of_a_real_server_are_sentences(real_address: str) -> None:
     done = maniple("generate", "Hi", "--model", "three", "--server", real_address)
     assert done.returncode == 1
     assert "three" in done.stderr
-    done = maniple("generate", "Hi", "--top-p", "7", "--server", real_address)
+    done = maniple("generate", "Hi", "--stop", "", "--server", real_address)
     assert done.returncode == 1
-    assert "top_p" in done.stderr
+    assert "stop" in done.stderr
 
 
 def test_port_that_is_taken_is_reported_before_anything_starts(real_address: str) -> None:

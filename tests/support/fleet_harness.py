@@ -38,6 +38,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def _for_workers(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a control plane cannot tell workers that run already."""
+    if config["executor"] == "remote":
+        config.pop("num_threads")
+    return config
+
+
 @dataclass
 class Kept:
     """One group under a keeper, and what was heard of it."""
@@ -64,7 +71,7 @@ class RunningFleet:
 
     def _add(self, index: int, lives: list[str], policy: OnGroupLoss, max_failures: int, config: Any) -> None:
         def resolved(model: str) -> ControlPlaneConfig:
-            asked = ControlPlaneConfig(model=model, **{**CONFIG, **config})
+            asked = ControlPlaneConfig(model=model, **_for_workers({**CONFIG, **config}))
             return resolve_auto(asked, has_gpu=False, on_terminal=False)
 
         def make_group() -> WorkerGroup:

@@ -72,6 +72,6 @@ def test_configuration_that_says_nothing_is_left_to_the_workers(tmp_path: Path, 
 
 
 def test_batch_invariance_on_several_ranks_is_a_contradiction() -> None:
-    with pytest.raises(ConfigurationError, match="holds on one rank: tensor_parallel_size must be 1"):
+    with pytest.raises(ConfigurationError, match="holds on one rank: --tensor-parallel-size must be 1"):
         ControlPlaneConfig(model="demo", batch_invariant=True, tensor_parallel_size=3)
     ControlPlaneConfig(model="scripted", batch_invariant=True, tensor_parallel_size=3)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from typing import Any
 
 import pytest
 
+from control_plane.doors.limits import check_number
 from control_plane.doors.sampling_rules import resolve_sampling, resolve_text
 from control_plane.generation import SamplingChoice
 from control_plane.text.model_text import GenerationDefaults, load_model_text
@@ -108,3 +110,13 @@ def test_a_refused_number_is_told_as_it_was_given(field: str, value: float, said
     with pytest.raises(InvalidParameter) as caught:
         resolve(**{field: value})
     assert caught.value.message.startswith(said)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.01, 10.0), (0.1, 0.7), (-2.0, 2.0)])
+def test_bound_is_inside_its_range_when_it_came_as_thirty_two_bits(low: float, high: float) -> None:
+    for bound in (low, high):
+        as_sent = struct.unpack("f", struct.pack("f", bound))[0]
+        assert check_number("value", as_sent, low, high) == as_sent
+    for outside in (low - 1e-3, high + 1e-3):
+        with pytest.raises(InvalidParameter, match="must be in"):
+            check_number("value", outside, low, high)
