@@ -9,7 +9,7 @@ import os
 # very thread that it waits for as soon as anybody else computes here. Decode steps of the demo model, in ms at
 # 1 and 32 rows on two cores: quiet 13 / 30 with 5 000 turns or more, 14.6 / 33 with 1 000, 20 / 47 with none; beside
 # other busy processes 90 to 1 400 at 1 row with the default, 15 to 50 with none.
-_SPINS = "2000"
+_SPINS = "5000"
 
 
 def bound_spinning() -> None:
