@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,6 +79,9 @@ class ServeProcess:
         self.process.kill()
         self.process.wait(10)
         self._reader.join(5)
+        for pid in self.pids:  # one that a test stopped cannot notice that its parent is gone
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
         deadline = time.monotonic() + 5.0
         while self._owns_workers and (left := [*filter(is_alive, self.pids), *filter(Path.exists, self.directories)]):
             assert time.monotonic() < deadline, f"{left} outlived it"
