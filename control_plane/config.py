@@ -15,7 +15,7 @@ from pathlib import Path
 
 from control_plane.executors.ray_surroundings import in_placement_group
 from control_plane.executors.selection import EXECUTORS, MP, REMOTE, UNI, Surroundings, choose_executor
-from control_plane.executors.worker_addresses import DNS, address_rule
+from control_plane.executors.worker_addresses import DNS, address_rule, one_per_rank
 from service_chassis.errors import ConfigurationError
 from service_chassis.server_address import is_wildcard
 from service_chassis.settings import (
@@ -439,7 +439,7 @@ def resolve_auto(
     choice = choose_executor(config.executor, surroundings)
     if not choice.executor:
         raise ConfigurationError([("executor", config.executor, choice.reason)])
-    faults = _owner_faults(config, choice.executor)
+    faults = _owner_faults(config, choice.executor, world_size)
     if choice.executor in (UNI, MP) and not on_gpu:
         faults += _crowding_faults(config, world_size, os.cpu_count() or 1)
     if faults:
@@ -467,17 +467,36 @@ def resolve_auto(
     return resolved
 
 
-def _owner_faults(config: ControlPlaneConfig, executor: str) -> list[Fault]:
+def _owner_faults(config: ControlPlaneConfig, executor: str, world_size: int) -> list[Fault]:
     """Find what the owner of workers that live where ``executor`` says cannot be told."""
     if executor in (UNI, MP):
         rule = f"needs workers that outlive this process (remote or ray): those of --executor {executor} end with it"
         return [("handover", "on", rule)] if config.handover else []
+    if executor == REMOTE and (faults := _address_faults(config, world_size)):
+        return faults
     if executor == REMOTE and config.num_threads:
         return [("num_threads", config.num_threads, "is not told to workers that run: give it to `maniple worker`")]
     if is_wildcard(config.listen) and not config.advertise_address:
         rule = "needs --advertise-address where workers run elsewhere: nobody can connect to a wildcard"
         return [("listen", config.listen, rule)]
     return []
+
+
+def _address_faults(config: ControlPlaneConfig, world_size: int) -> list[Fault]:
+    """Find groups whose addresses can never stand for all ranks; what a name stands for is seen at the start."""
+    faults: list[Fault] = []
+    for group in config.worker_addresses:
+        if any(address.startswith(DNS) for address in group):
+            continue
+        shown, ranks = ",".join(group), f"{world_size} ranks" if world_size > 1 else "one rank"
+        targets = one_per_rank(group, world_size)
+        beyond = [one for one in targets if not one.startswith("unix:") and int(one.rpartition(":")[2]) > 65535]
+        if not targets:
+            rule = f"must be as many as the ranks, or stand for as many each: {len(group)} do not fit {ranks}"
+            faults.append(("worker_addresses", shown, rule))
+        elif beyond:
+            faults.append(("worker_addresses", shown, f"stand for {ranks}, the last at {beyond[-1]}, beyond all ports"))
+    return faults
 
 
 def _crowding_faults(config: ControlPlaneConfig, world_size: int, num_cores: int) -> list[Fault]:

@@ -33,6 +33,7 @@ from service_chassis.telemetry import LOG_FORMATS, LOG_LEVELS, LogFormat
 
 _ADDRESSES, _RANKS, _DEVICE, _OWNER, _LOGGING = "addresses", "ranks", "device", "owner", "logging"
 _MOST_RANKS = 1024
+_LAST_PORT = 65535
 
 
 def _address_rule(value: str) -> str:
@@ -40,7 +41,7 @@ def _address_rule(value: str) -> str:
     if value.startswith("unix:"):
         return "" if len(value) > len("unix:") else rule
     host, _, port = value.rpartition(":")
-    return "" if host and port.isdecimal() and len(port) <= 5 and int(port) <= 65535 else rule
+    return "" if host and port.isdecimal() and len(port) <= 5 and int(port) <= _LAST_PORT else rule
 
 
 def _open_descriptor_rule(value: int | None) -> str:
@@ -214,11 +215,42 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
         listen=next_address(listen, launched.index),
         health_listen=next_address(health_listen, launched.index),
     )
+    elif not _address_rule(config.health_listen or listen):
+        faults += _port_faults(listen, config.health_listen, num_here)
 
 
 def beside(listen: str, offset: int) -> str:
     """Return the default address of the health server."""
     return f"{listen}-health" if listen.startswith("unix:") else next_address(listen, offset)
+
+
+def _port_faults(listen: str, health_listen: str, num_here: int) -> list[Fault]:
+    """Find ports that the ranks here would take and that do not exist, or that two servers would take.
+
+    Args:
+        listen: of the first rank; the others have the next ports.
+        health_listen: the same for their health servers; empty: they have the ports behind those of ``listen``.
+        num_here: ranks on this machine.
+    """
+    ranks = f"{num_here} ranks" if num_here > 1 else "one rank"
+    faults: list[Fault] = []
+    listen_port, health_port = _port(listen), _port(health_listen) if health_listen else 0
+    last = _LAST_PORT - (num_here if health_listen else 2 * num_here) + 1
+    if listen_port > last:
+        servers = "servers" if health_listen else "servers and their health servers"
+        faults.append(("listen", listen, f"must have a port up to {last}: {servers} of {ranks} take the next ones"))
+    if health_port > _LAST_PORT - num_here + 1:
+        rule = f"must have a port up to {_LAST_PORT - num_here + 1}: health servers of {ranks} take the next ones"
+        faults.append(("health_listen", health_listen, rule))
+    same_host = listen.rpartition(":")[0] == health_listen.rpartition(":")[0]
+    if same_host and listen_port and health_port and abs(listen_port - health_port) < num_here:
+        faults.append(("health_listen", health_listen, f"must be {num_here} ports or more from --listen, for {ranks}"))
+    return faults
+
+
+def _port(address: str) -> int:
+    """Return the port; 0 for a Unix socket, which has none."""
+    return 0 if address.startswith("unix:") else int(address.rpartition(":")[2])
 
 
 def next_address(address: str, offset: int) -> str:

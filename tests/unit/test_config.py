@@ -296,6 +296,23 @@ def test_wildcard_without_another_address_is_refused_where_workers_run_elsewhere
     assert resolved().executor == "uni"  # nobody else asks for workers that are its own
 
 
+@pytest.mark.parametrize(
+    ("addresses", "rule"),
+    [
+        ("a:1,b:1", "must be as many as the ranks, or stand for as many each: 2 do not fit 3 ranks"),
+        ("a:1,b:1,c:1;unix:/w", "must be as many as the ranks, or stand for as many each: 1 do not fit 3 ranks"),
+        ("a:65534", "stand for 3 ranks, the last at a:65536, beyond all ports"),
+    ],
+)
+def test_worker_addresses_that_can_never_be_all_ranks_are_refused(addresses: str, rule: str) -> None:
+    flags = {"model": "scripted", "tensor_parallel_size": "3", "advertise_address": "front:1"}
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_auto(load_config(flags | {"worker_addresses": addresses}, {}), has_gpu=False, on_terminal=False)
+    assert [(field, said) for field, _, said in caught.value.faults] == [("worker_addresses", rule)]
+    for fine in ("a:65533", "dns:///workers:65535", "a:1,b:1,c:1;d:7"):
+        resolve_auto(load_config(flags | {"worker_addresses": fine}, {}), has_gpu=False, on_terminal=False)
+
+
 def test_threads_of_workers_that_run_already_are_refused() -> None:
     config = load_config({"model": "scripted", "worker_addresses": "a:1", "num_threads": "2"}, {})
     with pytest.raises(ConfigurationError, match="give it to `maniple worker`"):

@@ -66,6 +66,9 @@ def test_both_servers_on_one_address_are_refused() -> None:
         ("--listen [::]:7 --tensor-parallel-size 4", ("[::]:7", "[::]:11", 0, 4)),
         ("--listen a:7 --health-listen a:90 --tensor-parallel-size 4", ("a:7", "a:90", 0, 4)),
         ("--tensor-parallel-size 4 --rank 4 --world-size 8", ("127.0.0.1:50061", "127.0.0.1:50065", 4, 8)),
+        ("--tensor-parallel-size 2 --listen a:65532", ("a:65532", "a:65534", 0, 2)),
+        ("--listen a:65535 --health-listen b:65535", ("a:65535", "b:65535", 0, 1)),
+        ("--tensor-parallel-size 3 --listen a:9 --health-listen b:9", ("a:9", "b:9", 0, 3)),
     ],
 )
 def test_what_follows_from_other_values_is_filled_in(words: str, expected: tuple[str, str, int, int]) -> None:
@@ -81,6 +84,13 @@ def test_what_follows_from_other_values_is_filled_in(words: str, expected: tuple
         ("--tensor-parallel-size 2 --world-size 1", "rank", "with 1 more behind it, must be below --world-size"),
         ("--tensor-parallel-size 4 --world-size 6 --rank 4", "rank", "with 3 more behind it"),
         ("--tensor-parallel-size 0", "tensor_parallel_size", "must be in [1, 1024]"),
+        ("--tensor-parallel-size 2 --listen a:65535", "listen", "must have a port up to 65532: servers and their"),
+        ("--tensor-parallel-size 2 --listen a:65533", "listen", "health servers of 2 ranks take the next ones"),
+        ("--listen a:65535", "listen", "must have a port up to 65534: servers and their health servers of one rank"),
+        ("--tensor-parallel-size 3 --listen a:65534 --health-listen a:9", "listen", "must have a port up to 65533"),
+        ("--tensor-parallel-size 3 --health-listen a:65534", "health_listen", "must have a port up to 65533"),
+        ("--tensor-parallel-size 3 --listen a:7 --health-listen a:9", "health_listen", "must be 3 ports or more from"),
+        ("--tensor-parallel-size 3 --listen a:9 --health-listen a:7", "health_listen", "must be 3 ports or more from"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(words: str, field: str, rule: str) -> None:
