@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 
 from control_plane.config import ControlPlaneConfig
@@ -49,7 +48,8 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
     settings = WorkerSettings(
         device=config.device,
         first_device=group * config.tensor_parallel_size if local else 0,
-        num_threads=config.num_threads or (_share_of_cores(config) if local else 0),
+        num_threads=config.num_threads,
+        num_groups_sharing=config.num_groups if local else 1,
         report_interval_s=config.report_interval_s,
         idle_report_interval_s=config.idle_report_interval_s,
         allow_insecure_serialization=config.allow_insecure_serialization,
@@ -66,13 +66,6 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
         name = f"{config.served_model_name[0]}/group{group}"
         return RayExecutor(name=name, world_size=world_size, settings=settings, address=config.ray_address)
     return MultiprocExecutor(world_size=world_size, settings=settings, broadcast_ring=config.broadcast_ring)
-
-
-def _share_of_cores(config: ControlPlaneConfig) -> int:
-    """Return the threads of a rank where several groups share the machine; 0 leaves it to the worker."""
-    if config.num_groups == 1:
-        return 0
-    return max(1, len(os.sched_getaffinity(0)) // (config.num_groups * config.tensor_parallel_size))
 
 
 def build_engine(

@@ -95,6 +95,11 @@ class WorkerConfig:
     """Index of the device of rank 0; other ranks have the next ones. Groups on one machine begin at different ones."""
     num_threads: int = setting(0, topic=_DEVICE, read=read_whole, rule=at_least(0, at_most=1024), metavar="THREADS")
     """CPU threads of one forward; 0 is all cores, shared with the ranks of the group that may use the same ones."""
+    num_groups_sharing: int = setting(
+        1, topic=_DEVICE, read=read_whole, rule=at_least(1, at_most=_MOST_RANKS), metavar="GROUPS"
+    )
+    """Groups that share this machine's cores and memory, this one included. On a CPU each takes its part of them: of
+    the threads where --num-threads is 0, of the memory for KV blocks where no size is asked for."""
     parent_fd: int | None = setting(
         None, topic=_OWNER, read=read_optional_whole, rule=_open_descriptor_rule, is_internal=True
     )
@@ -210,18 +215,13 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
     health_listen = health_listen or beside(listen, num_here)
     if listen == health_listen and not listen.endswith(":0"):
         faults.append(("health_listen", health_listen, "must differ from --listen"))
+    elif not _address_rule(config.health_listen or listen):
+        faults += _port_faults(listen, config.health_listen, num_here)
     return dataclasses.replace(
         config,
         listen=next_address(listen, launched.index),
         health_listen=next_address(health_listen, launched.index),
     )
-    elif not _address_rule(config.health_listen or listen):
-        faults += _port_faults(listen, config.health_listen, num_here)
-
-
-def beside(listen: str, offset: int) -> str:
-    """Return the default address of the health server."""
-    return f"{listen}-health" if listen.startswith("unix:") else next_address(listen, offset)
 
 
 def _port_faults(listen: str, health_listen: str, num_here: int) -> list[Fault]:
@@ -251,6 +251,11 @@ def _port_faults(listen: str, health_listen: str, num_here: int) -> list[Fault]:
 def _port(address: str) -> int:
     """Return the port; 0 for a Unix socket, which has none."""
     return 0 if address.startswith("unix:") else int(address.rpartition(":")[2])
+
+
+def beside(listen: str, offset: int) -> str:
+    """Return the default address of the health server."""
+    return f"{listen}-health" if listen.startswith("unix:") else next_address(listen, offset)
 
 
 def next_address(address: str, offset: int) -> str:

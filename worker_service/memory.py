@@ -54,6 +54,7 @@ def plan_memory(
         total_bytes=before.total,
         foreign_bytes=before.foreign,
         base_bytes=base_bytes,
+        free_bytes=platform.free_for_kv(before, base_bytes),
         step_us_per_token=step_us_per_token,
     )
     num_blocks = kv_bytes // demand.block_bytes

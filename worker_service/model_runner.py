@@ -43,11 +43,20 @@ class TorchModelRunner:
     _kv: KvCache | None = None
 
     def __init__(
-        self, *, device: str = "auto", rank: int = 0, world_size: int = 1, first_device: int = 0, num_threads: int = 0
+        self,
+        *,
+        device: str = "auto",
+        rank: int = 0,
+        world_size: int = 1,
+        first_device: int = 0,
+        num_threads: int = 0,
+        num_groups_sharing: int = 1,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._platform = choose_platform(device, index=first_device + rank, num_threads=num_threads)
+        self._platform = choose_platform(
+            device, index=first_device + rank, num_threads=num_threads, num_groups_sharing=num_groups_sharing
+        )
         self._tensors = TensorGroup(self._platform.device)
         self._group: ProcessGroup = LoneProcessGroup("")
 

@@ -41,6 +41,7 @@ class MemoryFacts:
     total_bytes: int
     foreign_bytes: int
     base_bytes: int
+    free_bytes: int
     step_us_per_token: float
 
 

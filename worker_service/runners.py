@@ -30,4 +30,5 @@ def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
         world_size=config.world_size,
         first_device=config.first_device,
         num_threads=config.num_threads,
+        num_groups_sharing=config.num_groups_sharing,
     )

@@ -120,6 +120,7 @@ class ScriptedRunner:
     def allocate_kv_cache(self, num_blocks: int) -> int:
         self._slots = np.zeros(num_blocks * self._load.block_size, np.uint64)
         return self._slots.nbytes
+            free_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self._group.num_sharing,
 
     def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> None:
         if self._options.sampler == "torch":

@@ -52,6 +52,7 @@ class UniprocExecutor(Executor):
             device=settings.device,
             first_device=settings.first_device,
             num_threads=settings.num_threads,
+            num_groups_sharing=settings.num_groups_sharing,
             report_interval_s=settings.report_interval_s,
             idle_report_interval_s=settings.idle_report_interval_s,
         )

@@ -15,6 +15,7 @@ class WorkerSettings:
     device: str = "auto"
     first_device: int = 0
     num_threads: int = 0
+    num_groups_sharing: int = 1
     report_interval_s: float = 0.1
     idle_report_interval_s: float = 1.0
     max_step_message_bytes: int = 64 << 20
@@ -34,6 +35,7 @@ class WorkerSettings:
             "device": self.device,
             "first-device": self.first_device,
             "num-threads": self.num_threads,
+            "num-groups-sharing": self.num_groups_sharing,
             "report-interval-s": self.report_interval_s,
             "idle-report-interval-s": self.idle_report_interval_s,
             "orphan-grace-s": orphan_grace_s,

@@ -203,7 +203,11 @@ class Formation:
         settings = self._settings
         plan = plan_kv_cache(
             [
-                KvMemory(kv_bytes=memory.kv_bytes, block_bytes=load.model.block_bytes)
+                KvMemory(
+                    kv_bytes=memory.kv_bytes,
+                    block_bytes=load.model.block_bytes,
+                    free_bytes=memory.free_bytes if memory.HasField("free_bytes") else None,
+                )
                 for load, memory in zip(loaded, profiled, strict=True)
             ],
             block_size=settings.block_size,
@@ -212,9 +216,10 @@ class Formation:
             num_kv_blocks=settings.num_kv_blocks,
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         )
-        if plan.shortage and settings.kv_cache_memory_bytes:  # what was asked for is wrong, no rank is
-            raise InvalidParameter("kv_cache_memory_bytes", settings.kv_cache_memory_bytes, plan.shortage)
         if plan.shortage:
+            for field in ("kv_cache_memory_bytes", "num_kv_blocks"):
+                if asked_for := getattr(settings, field):  # that is wrong, no rank is
+                    raise InvalidParameter(field, asked_for, plan.shortage)
             raise GroupNotFormed(LossReason(None, plan.shortage))
         log.info(
             "kv.sized",

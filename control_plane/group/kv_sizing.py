@@ -17,11 +17,15 @@ class KvMemory:
 
     kv_bytes: int  # free for KV
     block_bytes: int  # one block on this rank
+    free_bytes: int | None = None  # there at the most, for who asks for a size of his own; None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPlan:
-    """The decision. ``num_blocks`` includes the null block; ``shortage`` is a sentence where it cannot work."""
+    """The decision. ``num_blocks`` includes the null block; ``shortage`` is a sentence where it cannot work.
+
+    Where a size was asked for, it is the rule that this one breaks.
+    """
 
     num_blocks: int
     bytes_per_rank: int  # on the rank with the largest blocks
@@ -68,7 +72,8 @@ def plan_kv_cache(
         num_tokens=num_tokens,
         max_concurrency=num_tokens / (blocks_per_request * block_size),
         limited_by=limited_by,
-        shortage=_shortage(ranks, num_blocks, kv_cache_memory_bytes),
+        shortage=_shortage(ranks, num_blocks, kv_cache_memory_bytes)
+        or _excess(ranks, num_blocks, num_kv_blocks, kv_cache_memory_bytes),
     )
 
 
@@ -83,3 +88,24 @@ def _shortage(ranks: Sequence[KvMemory], num_blocks: int, kv_cache_memory_bytes:
         f"rank {smallest} has {rank.kv_bytes} bytes left for the KV cache, fewer than two blocks of {rank.block_bytes} "
         "bytes: use a smaller model or max_num_batched_tokens, or free memory"
     )
+
+
+def _excess(ranks: Sequence[KvMemory], num_blocks: int, num_kv_blocks: int, kv_cache_memory_bytes: int) -> str:
+    """Say what fits where more was asked for than a rank's memory holds: it would be found out in the middle of a step.
+
+    Memory of a CPU is taken when a block is first written, and who takes too much is killed.
+    """
+    if not (num_kv_blocks or kv_cache_memory_bytes):
+        return ""
+    for rank, memory in enumerate(ranks):
+        free_bytes = memory.free_bytes
+        if free_bytes is None or num_blocks * memory.block_bytes <= free_bytes:
+            continue
+        if kv_cache_memory_bytes:
+            return f"must be at most the {free_bytes} bytes that are free on rank {rank}"
+        fits = free_bytes // memory.block_bytes
+        return (
+            f"must be at most {fits}: rank {rank} has {free_bytes} bytes free, and a block of this model takes "
+            f"{memory.block_bytes}"
+        )
+    return ""

@@ -13,7 +13,7 @@ from control_plane.executors.multiproc import MultiprocExecutor
 from control_plane.group.loss import GroupNotFormed
 from control_plane.group.worker_group import WorkerGroup
 from maniple.v1 import worker_pb2
-from service_chassis.errors import LeaseHeld
+from service_chassis.errors import InvalidParameter, LeaseHeld
 from service_chassis.scripted import fail_at
 from support.faults import SETTINGS, WORKER, forming, is_alive, model_with
 from support.waiting import until
@@ -67,6 +67,16 @@ async def test_start_up_deadline_names_rank_address_and_stage_and_leaves_nothing
     with pytest.raises(GroupNotFormed, match=r"rank 0 \(unix:.*rank0.sock\) failed at load: LoadModel: no answer"):
         await forming.task
     assert time.monotonic() - started_at < 4.0 + 4.0
+    forming.assert_nothing_left()
+
+
+async def test_cache_that_no_memory_holds_is_refused_before_it_is_allocated() -> None:
+    forming = Forming(num_kv_blocks=2**31 - 1)  # 256 GiB of them, at 128 bytes each
+    with pytest.raises(
+        InvalidParameter, match=r"num_kv_blocks=2147483647: must be at most \d+: rank 0 has \d+ bytes f"
+    ):
+        await forming.task
+    assert "warm up" not in forming.stages
     forming.assert_nothing_left()
 
 

@@ -31,7 +31,7 @@ class Platform(Protocol):
     device: torch.device
 
     def share(self, num_ranks: int) -> None:
-        """Leave their share to the other ranks that run on the same host threads, ``num_ranks`` with this one."""
+        """Leave their share to the other ranks of the group on the same host threads, ``num_ranks`` with this one."""
 
     def bind(self) -> None:
         """Make the device the calling thread's, with its share of host threads."""
@@ -44,6 +44,9 @@ class Platform(Protocol):
 
     def peak(self) -> int:
         """Return the most bytes that this process had taken since ``measure_peak``."""
+
+    def free_for_kv(self, reading: MemoryReading, base_bytes: int) -> int:
+        """Return the bytes that are there for KV blocks at the most, whatever is a good idea. See ``kv_budget``."""
 
     def kv_budget(self, reading: MemoryReading, base_bytes: int, utilization: float, needed_bytes: int) -> int:
         """Return the bytes that KV blocks may take.

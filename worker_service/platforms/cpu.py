@@ -20,14 +20,24 @@ class CpuPlatform:
 
     name = "cpu"
 
-    def __init__(self, num_threads: int) -> None:
-        """Take the threads of one forward; 0 is all cores this process may use, or its share of them."""
+    def __init__(self, num_threads: int, num_groups_sharing: int = 1) -> None:
+        """Take the threads of one forward; 0 is all cores this process may use, or its share of them.
+
+        Args:
+            num_threads: of one forward.
+            num_groups_sharing: groups on this machine, this rank's included.
+        """
         self.device = torch.device("cpu")
         self._num_threads = num_threads
-        self._num_sharing = 1
+        self._num_groups = num_groups_sharing
+        self._num_ranks = 1  # of the group, here
+
+    @property
+    def _num_sharing(self) -> int:
+        return self._num_ranks * self._num_groups
 
     def share(self, num_ranks: int) -> None:
-        self._num_sharing = num_ranks
+        self._num_ranks = num_ranks
 
     def bind(self) -> None:
         torch.set_num_threads(self._num_threads or max(1, len(os.sched_getaffinity(0)) // self._num_sharing))
@@ -52,9 +62,14 @@ class CpuPlatform:
                 return int(line.split()[1]) * 1024
         return int(psutil.Process().memory_info().rss)
 
+    def free_for_kv(self, reading: MemoryReading, base_bytes: int) -> int:
+        # Not divided by groups: one that is formed anew finds what the others took gone from what is available.
+        return max(0, reading.available - (base_bytes - reading.own)) // self._num_ranks
+
     def kv_budget(self, reading: MemoryReading, base_bytes: int, utilization: float, needed_bytes: int) -> int:
         free = min(reading.available - (base_bytes - reading.own), int(reading.total * utilization) - base_bytes)
-        # Ranks on one machine measure the same memory, each before any of them takes its blocks.
+        # Ranks on one machine measure the same memory, each before any of them takes its blocks; and groups are often
+        # formed side by side.
         return max(0, min(min(int(free * _FREE_SHARE), _DEFAULT_KV_BYTES) // self._num_sharing, needed_bytes))
 
     def synchronize(self) -> None:

@@ -40,6 +40,9 @@ class CudaPlatform:
     def peak(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
 
+    def free_for_kv(self, reading: MemoryReading, base_bytes: int) -> int:
+        return max(0, reading.available - (base_bytes - reading.own))
+
     def kv_budget(self, reading: MemoryReading, base_bytes: int, utilization: float, needed_bytes: int) -> int:
         free = min(reading.available - (base_bytes - reading.own), int(reading.total * utilization) - base_bytes)
         return max(0, min(free - reading.foreign, free, needed_bytes))

@@ -645,6 +645,7 @@ class ProfileMemoryResponse(_message.Message):
     FOREIGN_BYTES_FIELD_NUMBER: _builtins.int
     STEP_US_PER_TOKEN_FIELD_NUMBER: _builtins.int
     BASE_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
     """Bytes that KV blocks may take."""
     weight_bytes: _builtins.int
@@ -659,6 +660,10 @@ class ProfileMemoryResponse(_message.Message):
     """Microseconds per token of the dummy step."""
     base_bytes: _builtins.int
     """Bytes the process is predicted to take with `kv_bytes` zero."""
+    free_bytes: _builtins.int
+    """Bytes that are there for KV at the most, where somebody asks for a size of his own: this rank's part of them where
+    ranks of the group share memory. Unset: unknown.
+    """
     def __init__(
         self,
         *,
@@ -669,12 +674,15 @@ class ProfileMemoryResponse(_message.Message):
         foreign_bytes: _builtins.int = ...,
         step_us_per_token: _builtins.float = ...,
         base_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_bytes", b"_free_bytes", "free_bytes", b"free_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes", b"activation_bytes", "base_bytes", b"base_bytes", "foreign_bytes", b"foreign_bytes", "kv_bytes", b"kv_bytes", "step_us_per_token", b"step_us_per_token", "total_bytes", b"total_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_bytes", b"_free_bytes", "activation_bytes", b"activation_bytes", "base_bytes", b"base_bytes", "foreign_bytes", b"foreign_bytes", "free_bytes", b"free_bytes", "kv_bytes", b"kv_bytes", "step_us_per_token", b"step_us_per_token", "total_bytes", b"total_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__free_bytes: _TypeAlias = _typing.Literal["free_bytes"]  # noqa: Y015
+    _WhichOneofArgType__free_bytes: _TypeAlias = _typing.Literal["_free_bytes", b"_free_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_bytes) -> _WhichOneofReturnType__free_bytes | None: ...
 
 Global___ProfileMemoryResponse: _TypeAlias = ProfileMemoryResponse  # noqa: Y015
 

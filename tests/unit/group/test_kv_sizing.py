@@ -29,6 +29,17 @@ def test_configured_blocks_and_bytes_win_over_the_profile() -> None:
     assert plan(rank, kv_cache_memory_bytes=100 << 20).num_blocks == 100
 
 
+def test_more_than_a_rank_has_free_is_refused_with_what_fits() -> None:
+    ranks = [KvMemory(kv_bytes=GIB, block_bytes=1 << 20, free_bytes=free) for free in (3 * GIB, 2 * GIB)]
+    assert not plan(*ranks, num_kv_blocks=2048).shortage  # more than the profile offers, and still there
+    assert not plan(*ranks, kv_cache_memory_bytes=2 * GIB).shortage
+    said = f"rank 1 has {2 * GIB} bytes free, and a block of this model takes {1 << 20}"
+    assert plan(*ranks, num_kv_blocks=2049).shortage == f"must be at most 2048: {said}"
+    too_many = plan(*ranks, kv_cache_memory_bytes=3 * GIB).shortage
+    assert too_many == f"must be at most the {2 * GIB} bytes that are free on rank 1"
+    assert not plan(KvMemory(kv_bytes=GIB, block_bytes=1 << 20), num_kv_blocks=1 << 30).shortage  # it did not say
+
+
 def test_blocks_are_bounded_when_they_are_tiny() -> None:
     rank = KvMemory(kv_bytes=64 * GIB, block_bytes=128)
     assert (plan(rank).num_blocks, plan(rank).limited_by) == (MAX_AUTO_BLOCKS, "useful")

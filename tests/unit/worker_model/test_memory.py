@@ -36,6 +36,17 @@ def test_kv_on_a_cpu(before: MemoryReading, base: int, utilization: float, neede
     assert CpuPlatform(1).kv_budget(before, base, utilization, needed) == budget
 
 
+def test_ranks_and_groups_on_one_machine_take_their_part_each() -> None:
+    before, needed = reading(64 * GIB, 7 * GIB), 100 * GIB
+    third = CpuPlatform(1, num_groups_sharing=3)
+    assert third.kv_budget(before, GIB, 0.9, needed) == (7 << 29) // 3
+    third.share(2)
+    assert third.kv_budget(before, GIB, 0.9, needed) == (7 << 29) // 6
+    # Who asks for a size may have all that is there; ranks of one group take theirs at the same time.
+    assert third.free_for_kv(before, 3 * GIB) == 5 * GIB // 2
+    assert third.free_for_kv(reading(64 * GIB, GIB), 3 * GIB) == 0
+
+
 def test_demand_lets_every_row_grow_to_its_longest() -> None:
     assert DEMAND.needed_bytes == (3 * 7 + 1) << 20
 
@@ -59,6 +70,7 @@ def test_facts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (facts.base_bytes, facts.activation_bytes, facts.foreign_bytes) == (3 * GIB, GIB, 6 * GIB)
     assert facts.kv_bytes == DEMAND.needed_bytes
+    assert facts.free_bytes == 7 * GIB
     [(event, said)] = lines
     assert event == "memory.profiled"
     assert said["kv_blocks"] == 22
