@@ -114,13 +114,13 @@ class ScriptedRunner:
             total_bytes=kv_bytes,
             foreign_bytes=0,
             base_bytes=0,
+            free_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self._group.num_sharing,
             step_us_per_token=self._options.step_time_per_token_s * 1e6,
         )
 
     def allocate_kv_cache(self, num_blocks: int) -> int:
         self._slots = np.zeros(num_blocks * self._load.block_size, np.uint64)
         return self._slots.nbytes
-            free_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self._group.num_sharing,
 
     def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> None:
         if self._options.sampler == "torch":
