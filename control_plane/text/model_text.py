@@ -10,21 +10,13 @@ from typing import Any
 
 from control_plane.text.chat_template import ChatTemplate
 from control_plane.text.generation_config import generation_faults
+from control_plane.text.model_files import TEXT_FILES, DirectoryFiles, ModelFiles
 from control_plane.text.scripted_tokenizer import ASSISTANT, CHAT_TEMPLATE, END, SYSTEM, USER
 from control_plane.text.tokenizer import Tokenizer
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from service_chassis.scripted import ScriptedOptions, parse_scripted
+from service_chassis.settings import Fault
 
-# What clients need to build the same tokenizer: never weights, never code.
-_TOKENIZER_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -59,15 +51,19 @@ class ModelText:
     max_model_len: int  # of the configuration; a group may serve less
     architecture: str
     model_type: str
-    directory: Path | None  # None: scripted
+    files: ModelFiles | None  # None: scripted
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the model lies on this machine, if it does."""
+        return self.files.directory if isinstance(self.files, DirectoryFiles) else None
 
     def tokenizer_files(self) -> Iterator[tuple[str, bytes]]:
         """Yield (name, content) of the files from which a client builds the same tokenizer."""
-        if self.directory is not None:
-            for name in _TOKENIZER_FILES:
-                path = self.directory / name
-                if path.is_file():
-                    yield name, path.read_bytes()
+        if self.files is not None:
+            for name in TEXT_FILES:
+                if (content := self.files.read(name)) is not None:
+                    yield name, content
             return
         config = {
             "model_type": self.model_type,
@@ -90,7 +86,7 @@ def load_model_text(model: str) -> ModelText:
         InvalidParameter: the string of a scripted model is wrong.
     """
     options = parse_scripted(model)
-    return _from_directory(Path(model)) if options is None else _for_scripted(options)
+    return text_of_files(DirectoryFiles(Path(model))) if options is None else _for_scripted(options)
 
 
 def _for_scripted(options: ScriptedOptions) -> ModelText:
@@ -110,34 +106,36 @@ def _for_scripted(options: ScriptedOptions) -> ModelText:
         max_model_len=options.max_position,
         architecture="ScriptedForCausalLM",
         model_type="scripted",
-        directory=None,
+        files=None,
     )
 
 
-def _from_directory(path: Path) -> ModelText:
-    faults: list[tuple[str, object, str]] = []
-    config = _read_json(path / "config.json", faults, required=True)
-    generation = _read_json(path / "generation_config.json", faults)
-    tokenizer_config = _read_json(path / "tokenizer_config.json", faults)
+def text_of_files(files: ModelFiles) -> ModelText:
+    """Read the text side of a model out of its small files.
+
+    Raises:
+        ConfigurationError: files are missing or wrong; every fault that was found.
+    """
+    faults: list[Fault] = []
+    config = _read_json(files, "config.json", faults, required=True)
+    generation = _read_json(files, "generation_config.json", faults)
+    tokenizer_config = _read_json(files, "tokenizer_config.json", faults)
     try:
-        tokenizer = Tokenizer.from_directory(path)
+        tokenizer = Tokenizer.from_files(files)
     except ConfigurationError as error:
         raise ConfigurationError(faults + error.faults) from error
     special_tokens = _special_tokens(tokenizer_config)
-    try:
-        chat_template = _chat_template(path, tokenizer_config, special_tokens)
-    except InvalidParameter as error:
-        faults.append(("model", str(path), error.message))
+    chat_template = _chat_template(files, tokenizer_config, special_tokens, faults)
     text_config = config.get("text_config", config)  # of models that also see
     max_model_len = text_config.get("max_position_embeddings") or text_config.get("n_positions") or 0
     architectures = config.get("architectures") or []
     if not faults and not architectures:
-        faults.append(("model", str(path / "config.json"), "must name the model's class in `architectures`"))
+        faults.append(("model", files.path_of("config.json"), "must name the model's class in `architectures`"))
     if not faults and not (isinstance(max_model_len, int) and max_model_len > 0):
-        faults.append(("model", str(path / "config.json"), "must have a positive max_position_embeddings"))
+        faults.append(("model", files.path_of("config.json"), "must have a positive max_position_embeddings"))
     vocab_size = config.get("vocab_size")
     vocab_size = max(tokenizer.vocab_size, vocab_size) if isinstance(vocab_size, int) else tokenizer.vocab_size
-    faults += generation_faults(generation, str(path / "generation_config.json"), vocab_size)
+    faults += generation_faults(generation, files.path_of("generation_config.json"), vocab_size)
     if faults:
         raise ConfigurationError(faults)
 
@@ -159,22 +157,24 @@ def _from_directory(path: Path) -> ModelText:
         max_model_len=max_model_len,
         architecture=str(architectures[0]),
         model_type=str(config.get("model_type", "")),
-        directory=path,
+        files=files,
     )
 
 
-def _read_json(path: Path, faults: list[tuple[str, object, str]], *, required: bool = False) -> dict[str, Any]:
-    if not path.is_file():
-        if required:
-            faults.append(("model", str(path), "is missing"))
-        return {}
+def _read_json(files: ModelFiles, name: str, faults: list[Fault], *, required: bool = False) -> dict[str, Any]:
+    path = files.path_of(name)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        faults.append(("model", str(path), f"cannot be read as JSON: {error}"))
+        content = files.read(name)
+        if content is None:
+            if required:
+                faults.append(("model", path, "is missing"))
+            return {}
+        value = json.loads(content.decode())
+    except (OSError, ValueError, RecursionError) as error:
+        faults.append(("model", path, f"cannot be read as JSON: {error}"))
         return {}
     if not isinstance(value, dict):
-        faults.append(("model", str(path), "must hold a JSON object"))
+        faults.append(("model", path, "must hold a JSON object"))
         return {}
     return value
 
@@ -190,15 +190,24 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(
-    path: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+    files: ModelFiles, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str], faults: list[Fault]
 ) -> ChatTemplate | None:
     """Find the template where transformers would: a file of its own, else in tokenizer_config.json."""
-    beside = path / "chat_template.jinja"
-    source = beside.read_text(encoding="utf-8") if beside.is_file() else tokenizer_config.get("chat_template")
-    if isinstance(source, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    return ChatTemplate(source, special_tokens) if isinstance(source, str) else None
+    name = "chat_template.jinja"
+    try:
+        content = files.read(name)
+        source = tokenizer_config.get("chat_template") if content is None else content.decode()
+        if content is None:
+            name = "tokenizer_config.json"
+        if isinstance(source, list):  # several named ones
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            source = named.get("default")
+        return ChatTemplate(source, special_tokens) if isinstance(source, str) else None
+    except InvalidParameter as error:
+        faults.append(("model", files.path_of(name), error.message))
+    except (OSError, ValueError) as error:
+        faults.append(("model", files.path_of(name), f"cannot be read as text: {error}"))
+    return None
 
 
 def _ids(value: object) -> list[int]:

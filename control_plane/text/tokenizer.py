@@ -9,6 +9,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from control_plane.text.model_files import DirectoryFiles, ModelFiles
 from control_plane.text.scripted_tokenizer import byte_tokenizer, vocabulary_tokenizer
 from service_chassis.errors import ConfigurationError, InvalidParameter
 
@@ -34,14 +35,22 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
         """Read ``tokenizer.json`` of a model directory. Raises ``ConfigurationError``."""
-        source = path / "tokenizer.json"
-        if not source.is_file():
-            rule = "has no tokenizer.json (transformers writes one when it saves a tokenizer)"
-            raise ConfigurationError([("model", str(path), rule)])
+        return cls.from_files(DirectoryFiles(path))
+
+    @classmethod
+    def from_files(cls, files: ModelFiles) -> Tokenizer:
+        """Read ``tokenizer.json`` among a model's files. Raises ``ConfigurationError``."""
+        path = files.path_of("tokenizer.json")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(source)))
+            content = files.read("tokenizer.json")
+            if content is None:
+                rule = "has no tokenizer.json (transformers writes one when it saves a tokenizer)"
+                raise ConfigurationError([("model", files.place, rule)])
+            return cls(tokenizers.Tokenizer.from_buffer(content))
+        except ConfigurationError:
+            raise
         except Exception as error:  # the library raises plain Exception
-            raise ConfigurationError([("model", str(source), f"cannot be read as a tokenizer: {error}")]) from error
+            raise ConfigurationError([("model", path, f"cannot be read as a tokenizer: {error}")]) from error
 
     @classmethod
     def for_scripted(cls, vocab: Sequence[str] | None = None) -> Tokenizer:
