@@ -139,6 +139,10 @@ class RayExecutor(Executor):
             raise ConnectionError("the rank was not started yet")
         return reached
 
+    def stream(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> AsyncIterator[Message]:
+        """See ``Executor``."""
+        return self._reach_of(rank).stream(method, request, timeout_s=timeout_s)
+
     async def open_steps(self, rank: Rank) -> StepsConnection:
         """Open a Steps stream, straight to the rank."""
         return await self._reach_of(rank).open_steps()
