@@ -12,7 +12,13 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from service_chassis.protocol.logprobs import Logprobs
+
 Int32Array = npt.NDArray[np.int32]
+
+
+# LogprobsMode of sampling.proto.
+RAW_LOGPROBS, RAW_LOGITS, PROCESSED_LOGPROBS = 1, 2, 3
 
 
 class Mode(Enum):
@@ -58,7 +64,7 @@ class RowSampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
-    logprobs_mode: int = 0
+    logprobs_mode: int = 0  # of LogprobsMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,16 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """What one step says of the tokens of one row: RowLogprobs of scheduler_delta.proto."""
+
+    req_index: int
+    sampled: Logprobs | None = None  # of the token that it sampled
+    prompt: Logprobs | None = None  # of its prompt, from ``first_position`` on
+    first_position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What the device thread returns for one RUN step."""
 
@@ -130,3 +146,4 @@ class StepOutput:
     token_ids: Int32Array  # one per row of the work that samples, in the order of ``rows``
     token_digest: int = 0  # over all known tokens of all live rows after the step
     device_us: int = 0
+    logprobs: tuple[RowLogprobs, ...] = ()  # of rows that asked, ascending; the same on all ranks

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from service_chassis.protocol.digest import mix
+from worker_service.sampling.logprobs import AskedLogprobs
 from worker_service.step_work import RowSampling
 
 GREEDY_BELOW = 1e-5
@@ -55,6 +56,7 @@ class SamplingColumns:
         self.stop_ids: dict[int, npt.NDArray[np.int64]] = {}  # rows with min_tokens
         self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.penalties: dict[int, PenaltyCounts] = {}
+        self.logprobs: dict[int, AskedLogprobs] = {}
 
     def add(self, req_index: int, sampling: RowSampling, sample_index: int) -> None:
         """Enter a row. Its values were checked when the delta was accepted."""
@@ -80,6 +82,8 @@ class SamplingColumns:
             self.stop_ids[req_index] = np.array(sampling.stop_ids, np.int64)
         if sampling.bad_words:
             self.bad_words[req_index] = sampling.bad_words
+        if (logprobs := AskedLogprobs.of(sampling)) is not None:
+            self.logprobs[req_index] = logprobs
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         if penalties != (1.0, 0.0, 0.0):
             self.penalties[req_index] = PenaltyCounts(
@@ -88,11 +92,13 @@ class SamplingColumns:
 
     def remove(self, req_index: int) -> None:
         """Forget a row's rare parameters; its columns are overwritten by the next row."""
+        self.logprobs.pop(req_index, None)
         for asked in (self.bias, self.forbidden, self.stop_ids, self.bad_words, self.penalties):
             asked.pop(req_index, None)
 
     def clear(self) -> None:
         """Forget all rows."""
+        self.logprobs.clear()
         for asked in (self.bias, self.forbidden, self.stop_ids, self.bad_words, self.penalties):
             asked.clear()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from maniple_kernels.gumbel import gumbel_argmax, gumbel_noise
 from worker_service.sampling.columns import GREEDY_BELOW, SamplingColumns
+from worker_service.sampling.logprobs import OutputLogprobs
 from worker_service.sampling.noise_keys import noise_keys
 
 Int32Array = npt.NDArray[np.int32]
@@ -61,12 +62,13 @@ class Sampler:
     def __init__(self, batch: KnownTokens) -> None:
         self._batch = batch
 
-    def sample(self, logits: Tensor, rows: Int32Array) -> Int32Array:
+    def sample(self, logits: Tensor, rows: Int32Array, noting: OutputLogprobs | None = None) -> Int32Array:
         """Choose the token that follows the known ones of each row.
 
         Args:
             logits: [num_rows, vocab_size] float32; may be changed.
             rows: [num_rows] req_index values.
+            noting: told of the scores on their way, where some row wants log-probabilities.
         Returns:
             [num_rows] int32 token ids. Nothing is appended to the batch.
 
@@ -74,14 +76,17 @@ class Sampler:
             NonFiniteLogits: a row holds NaN or an infinity.
         """
         check_finite(logits, lambda place: f"row {rows[place]}, position {self._batch.num_tokens[rows[place]]}")
+        if noting is not None:
+            noting.note_raw(logits)
         columns = self._batch.sampling
         adjusted = columns.adjusted(rows.tolist())
         drawn = np.flatnonzero(columns.temperature[rows] >= GREEDY_BELOW)
-        if len(drawn) == 0 and not adjusted:
-            return self._greedy(logits)
-        logits = logits.cpu()  # the same tensor where it lies there already
+        if adjusted or len(drawn):
+            logits = logits.cpu()  # the same tensor where it lies there already
         for place, row in adjusted:
             self._adjust(logits[place].numpy(), row)
+        if noting is not None:
+            noting.note_processed(logits)
         if len(drawn) == 0:
             return self._greedy(logits)
         chosen = np.empty(len(rows), np.int32)
