@@ -27,6 +27,7 @@ from control_plane.group.loss import LossKind, LossReason
 from control_plane.group.worker_group import OUTPUT_RANK, WorkerGroup
 from control_plane.live_request import LiveRequest, resumed_stream
 from control_plane.live_requests import LiveRequests
+from control_plane.pause import PAUSE_REASONS, PauseMode
 from control_plane.rates import Rate
 from control_plane.routing import Candidate
 from control_plane.scheduling import request as scheduled
@@ -116,6 +117,8 @@ class Engine:
         self._num_arrived = 0  # counted on across owners of the group
         self._is_leaving = False  # no new steps
         self._has_left = asyncio.Event()  # none is outstanding either
+        self._pause: PauseMode | None = None  # set: no new steps, but for those that let requests finish
+        self._has_settled = asyncio.Event()  # a pause took effect, or ended; see stand_still
         self._results: deque[StepResult] = deque()  # arrived, not applied; at most one per step in flight
         self._outputs: list[SampleOutput] = []  # applied, not told to the clients
         self._has_failed = False
@@ -137,12 +140,22 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are accepted."""
+        """Whether new requests are accepted and computed."""
         return not self.not_ready_reason
 
     @property
     def not_ready_reason(self) -> str:
-        """Why new requests are refused, or nothing."""
+        """Why not, or nothing."""
+        return self._obstacle or (PAUSE_REASONS[self._pause] if self._pause is not None else "")
+
+    @property
+    def admits(self) -> bool:
+        """Whether new requests are let in, be it to wait for the end of a pause."""
+        return not self._obstacle and self._pause in (None, PauseMode.KEEP)
+
+    @property
+    def _obstacle(self) -> str:
+        """What speaks against new requests besides a pause."""
         return self._closed_reason or ("" if self._group.healthy else self._group.health_reason or "not healthy")
 
     def on_readiness(self, callback: Callable[[bool], None]) -> None:
@@ -154,13 +167,13 @@ class Engine:
         """Admit a request and return its stream; it waits for its turn from now on.
 
         Raises:
-            NotReady: draining, or the group is stuck or lost.
+            NotReady: draining, paused, or the group is stuck or lost.
             DuplicateRequest: the id runs, or finished less than a minute ago.
             QueueFull: too many requests wait.
             InvalidParameter: it can never run here.
             InternalError: it cannot be written down for the workers, which a door should have noticed.
         """
-        if not self.ready:
+        if not self.admits:
             raise NotReady(f"not accepting requests: {self.not_ready_reason}")
         request_id = generation.request_id
         now = self.now()
@@ -305,10 +318,42 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix that no row holds; return the number of blocks."""
+        """Forget every cached prefix that no row holds; return the number of blocks. The next delta says so."""
         num_blocks = self._scheduler.num_cached_blocks
         self._scheduler.forget_prefix_cache()
+        self._wake.set()
         return num_blocks
+
+    def pause(self, mode: PauseMode) -> None:
+        """Plan no more steps; with WAIT only once no request is here. Steps in flight come to their end.
+
+        Nothing else stops: requests can be cancelled, deadlines pass, and the workers hear of what ended. Whoever
+        pauses with ABORT calls ``abort_all`` too.
+        """
+        self._pause = mode
+        self._wake.set()
+        self._tell_readiness()
+
+    def unpause(self) -> None:
+        """Plan steps again."""
+        self._pause = None
+        self._wake.set()
+        self._has_settled.set()
+        self._tell_readiness()
+
+    @property
+    def is_still(self) -> bool:
+        """Whether a pause has taken effect: no step is under way, and the workers know all that ended."""
+        scheduler = self._scheduler
+        is_computing = scheduler.num_outstanding or scheduler.has_unflushed()
+        may_plan = self._pause is None or (self._pause is PauseMode.WAIT and not self._live.is_idle)
+        return self._has_failed or not (is_computing or may_plan)
+
+    async def stand_still(self) -> None:
+        """Wait until a pause has taken effect, or is over before it has."""
+        while self._pause is not None and not self.is_still:
+            self._has_settled.clear()
+            await self._has_settled.wait()
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books of the batch do not agree. O(everything)."""
@@ -356,7 +401,8 @@ class Engine:
                 self._finish(request_id, scheduled.FinishReason.DEADLINE, error)
             for request_id in self._live.given_up(now):
                 self._finish(request_id, scheduled.FinishReason.ABORT, None, frees_id=False)
-            plan = None if self._is_leaving else self._scheduler.schedule(now)
+            stops = self._is_leaving or self._pause in (PauseMode.ABORT, PauseMode.KEEP)
+            plan = None if stops else self._scheduler.schedule(now)
             plan = plan or self._flush(now)
             if plan is not None:
                 self._send(plan, now)
@@ -365,6 +411,8 @@ class Engine:
             self._publish()
             if self._is_leaving and not self._scheduler.num_outstanding:
                 self._has_left.set()
+            if self._pause is not None and self.is_still:
+                self._has_settled.set()
             if plan is None and not self._results:
                 await self._sleep_until(self._next_alarm())
 
@@ -555,6 +603,7 @@ class Engine:
         if self._has_failed:
             return
         self._has_failed = True
+        self._has_settled.set()
         self.close(loss.reason)
         self._results.clear()  # not needed: what they hold is computed anew, and the group may have been wrong
         self._publish()

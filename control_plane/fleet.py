@@ -14,15 +14,16 @@ from control_plane.engine_status import EngineLimits, FleetStatus, GroupView, Re
 from control_plane.generation import Cursor, Generation
 from control_plane.generation_stream import GenerationStream
 from control_plane.live_request import LiveRequest, resumed_stream
+from control_plane.pause import PAUSE_REASONS, PauseMode
 from control_plane.routing import choose_group
 from control_plane.scheduling.request import Request
-from service_chassis.errors import DuplicateRequest, NotReady, UnknownRequest
+from service_chassis.errors import DuplicateRequest, NotReady, UnknownRequest, WrongState
 from service_chassis.ids import RequestId
 
 log = structlog.get_logger(__name__)
 
 # States of a group, as in admin.proto.
-FORMING, HELD, READY, DRAINING, LOST = "forming", "held", "ready", "draining", "lost"
+FORMING, HELD, READY, DRAINING, ASLEEP, LOST = "forming", "held", "ready", "draining", "asleep", "lost"
 
 
 @dataclass(slots=True)
@@ -38,7 +39,10 @@ class _Place:
         """Return the state of the group as it is now."""
         if self.engine is None:
             return self.state
-        return READY if self.engine.ready else DRAINING if self.engine.not_ready_reason == DRAINING else LOST
+        reason = self.engine.not_ready_reason
+        if not reason or reason == DRAINING:
+            return reason or READY
+        return ASLEEP if reason in PAUSE_REASONS.values() else LOST
 
 
 class Fleet:
@@ -54,6 +58,7 @@ class Fleet:
         self.ids = RequestIds()  # of all engines, those of before too
         self._places = {"0": _Place(reason=reason)}
         self._closed_reason = ""  # said to every engine, those to come too
+        self._pause: PauseMode | None = None  # likewise
         self._past_queries = self._past_hits = 0  # prefix cache lookups of engines that are gone
         self._listeners: list[Callable[[bool], None]] = []
 
@@ -74,6 +79,8 @@ class Fleet:
         engine.hand_over = lambda live, request: self._hand_over(engine, live, request)
         if self._closed_reason:
             engine.close(self._closed_reason)
+        if self._pause is not None:
+            engine.pause(self._pause)
         engine.on_readiness(lambda _: self._tell(engine))
 
     def leave(self, reason: str, name: str = "0", *, state: str = FORMING) -> None:
@@ -104,13 +111,13 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are accepted."""
+        """Whether new requests are accepted and computed."""
         return any(engine.ready for engine in self._engines())
 
     @property
     def relay_address(self) -> str:
         """Where a control plane answers that has a group, while none here is ready; empty where there is none."""
-        if self.ready or self._closed_reason:
+        if self.ready or self._closed_reason or self._pause is not None:
             return ""
         return self._owner_address()
 
@@ -120,9 +127,9 @@ class Fleet:
         return self.ready or bool(self.relay_address)
 
     def has_settled(self) -> bool:
-        """Whether some group is ready, and every other one is too, or belongs to another control plane."""
+        """Whether some group is ours, and every other one is too, or belongs to another control plane."""
         states = {place.present_state() for place in self._places.values()}
-        return READY in states and states <= {READY, HELD}
+        return bool(states & {READY, ASLEEP}) and states <= {READY, ASLEEP, HELD}
 
     @property
     def not_ready_reason(self) -> str:
@@ -147,7 +154,7 @@ class Fleet:
 
     async def generate(self, generation: Generation) -> GenerationStream:
         """Admit a request to the group that suits it best. Raises as ``Engine.generate`` does."""
-        ready = [engine for engine in self._engines() if engine.ready]
+        ready = [engine for engine in self._engines() if engine.admits]
         if not ready:
             raise self._not_ready()
         request_id = generation.request_id
@@ -195,6 +202,43 @@ class Fleet:
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that no row holds, in all groups; return the number of blocks."""
         return sum(engine.reset_prefix_cache() for engine in self._some_engines())
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
+        """Stop scheduling in every group, those to come too, and return when nothing is computed any more.
+
+        It holds from the moment of the call, and goes on when the caller does not wait for it to take effect.
+
+        Raises:
+            WrongState: generation was resumed before the pause took effect.
+        """
+        self._pause = mode
+        for engine in self._engines():
+            engine.pause(mode)
+        if mode is PauseMode.ABORT:
+            self.abort_all()
+        await self._stand_still()
+        if clear_cache:
+            for engine in self._engines():
+                engine.reset_prefix_cache()
+            await self._stand_still()
+
+    def unpause(self) -> None:
+        """Schedule again, in every group."""
+        self._pause = None
+        for engine in self._engines():
+            engine.unpause()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a pause is in force and has taken effect."""
+        return self._pause is not None and all(engine.is_still for engine in self._engines())
+
+    async def _stand_still(self) -> None:
+        # A request may move from one to another meanwhile.
+        while self._pause is not None and (busy := [one for one in self._engines() if not one.is_still]):
+            await busy[0].stand_still()
+        if self._pause is None:
+            raise WrongState("generation was resumed before the pause had taken effect")
 
     def status(self) -> FleetStatus:
         """Say what all groups are doing."""

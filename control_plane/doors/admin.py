@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from control_plane.doors.calls import Context
 from control_plane.doors.limits import check_number
 from control_plane.doors.served_model import ServedModel
 from control_plane.engine_status import GroupView
 from control_plane.fleet import Fleet
+from control_plane.pause import PauseMode
 from maniple.v1 import admin_pb2, admin_pb2_grpc
 from maniple.v1.admin_pb2 import GroupStatus
-from service_chassis.errors import NotBuilt
+from service_chassis.errors import InvalidParameter, NotBuilt
 
 SERVICE = "maniple.v1.AdminService"
 _DRAIN_REPORT_S = 0.5
+_PAUSE_MODES = {
+    admin_pb2.PAUSE_MODE_UNSPECIFIED: PauseMode.ABORT,
+    admin_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    admin_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    admin_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
+}
+_SCHEDULING = "scheduling"
+_SLEEP_TAGS = ("weights", "kv_cache", _SCHEDULING)
+_DEEPEST_SLEEP = 2
 
 # Accept no more requests and wait until none is left; after so many seconds (None: never) abort the rest. Returns how
 # many were aborted.
@@ -34,7 +44,7 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         self._version = version
         self._drain = drain
         self._uptime_s = uptime_s
-        self._drains: set[asyncio.Task[int]] = set()  # go on when the caller that began them is gone
+        self._under_way: set[asyncio.Task[Any]] = set()  # goes on when the caller that began it is gone
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
         status = self._fleet.status()
@@ -58,8 +68,8 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     ) -> AsyncGenerator[admin_pb2.DrainResponse, None]:
         deadline_s = check_number("deadline_s", request.deadline_s, 0.0)
         task = asyncio.ensure_future(self._drain(deadline_s or None))
-        self._drains.add(task)
-        task.add_done_callback(self._drains.discard)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
         while True:
             await asyncio.wait({task}, timeout=_DRAIN_REPORT_S)
             status = self._fleet.status()
@@ -76,30 +86,53 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ResetPrefixCacheResponse:
         return admin_pb2.ResetPrefixCacheResponse(num_blocks=self._fleet.reset_prefix_cache())
 
-    async def IsPaused(self, request: admin_pb2.IsPausedRequest, context: Context) -> admin_pb2.IsPausedResponse:
-        return admin_pb2.IsPausedResponse(is_paused=False)  # nothing can pause yet
-
-    async def IsSleeping(self, request: admin_pb2.IsSleepingRequest, context: Context) -> admin_pb2.IsSleepingResponse:
-        return admin_pb2.IsSleepingResponse(is_sleeping=False)  # nothing can sleep yet
-
     async def ListLoras(self, request: admin_pb2.ListLorasRequest, context: Context) -> admin_pb2.ListLorasResponse:
         return admin_pb2.ListLorasResponse()  # none can be loaded yet
 
     async def PauseGeneration(
         self, request: admin_pb2.PauseGenerationRequest, context: Context
     ) -> admin_pb2.PauseGenerationResponse:
-        _not_built("PauseGeneration")
+        await self._pause(_pause_mode(request.mode), clear_cache=request.clear_cache)
+        return admin_pb2.PauseGenerationResponse()
 
     async def ResumeGeneration(
         self, request: admin_pb2.ResumeGenerationRequest, context: Context
     ) -> admin_pb2.ResumeGenerationResponse:
-        _not_built("ResumeGeneration")
+        self._fleet.unpause()
+        return admin_pb2.ResumeGenerationResponse()
+
+    async def IsPaused(self, request: admin_pb2.IsPausedRequest, context: Context) -> admin_pb2.IsPausedResponse:
+        return admin_pb2.IsPausedResponse(is_paused=self._fleet.is_paused)
+
+    # To pause is to let the tag `scheduling` sleep. The other tags are those of levels 1 and 2.
 
     async def Sleep(self, request: admin_pb2.SleepRequest, context: Context) -> admin_pb2.SleepResponse:
-        _not_built("Sleep")
+        mode = _pause_mode(request.mode)
+        if request.level > _DEEPEST_SLEEP:
+            raise InvalidParameter("level", request.level, f"must be from 0 to {_DEEPEST_SLEEP}")
+        if request.level:
+            raise NotBuilt(f"{SERVICE}/Sleep with level {request.level} is not built yet; level 0 stops scheduling")
+        await self._pause(mode, clear_cache=False)
+        return admin_pb2.SleepResponse()
 
     async def WakeUp(self, request: admin_pb2.WakeUpRequest, context: Context) -> admin_pb2.WakeUpResponse:
-        _not_built("WakeUp")
+        for tag in request.tags:
+            if tag not in _SLEEP_TAGS:
+                raise InvalidParameter("tags", tag, f"must be one of {', '.join(_SLEEP_TAGS)}")
+        if not request.tags or _SCHEDULING in request.tags:
+            self._fleet.unpause()
+        return admin_pb2.WakeUpResponse()
+
+    async def IsSleeping(self, request: admin_pb2.IsSleepingRequest, context: Context) -> admin_pb2.IsSleepingResponse:
+        tags = [_SCHEDULING] if self._fleet.is_paused else []
+        return admin_pb2.IsSleepingResponse(is_sleeping=bool(tags), tags=tags)
+
+    async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Wait for a pause. It is carried out to the end when whoever asked for it is gone."""
+        task = asyncio.ensure_future(self._fleet.pause(mode, clear_cache=clear_cache))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        await asyncio.shield(task)
 
     async def LoadLora(self, request: admin_pb2.LoadLoraRequest, context: Context) -> admin_pb2.LoadLoraResponse:
         _not_built("LoadLora")
@@ -152,6 +185,12 @@ def _group_status(group: GroupView) -> GroupStatus:
         block_size=limits.block_size,
         num_preemptions=status.num_preemptions,
     )
+
+
+def _pause_mode(mode: admin_pb2.PauseMode.ValueType) -> PauseMode:
+    if mode not in _PAUSE_MODES:
+        raise InvalidParameter("mode", int(mode), "must be one of abort (1), wait (2) and keep (3), or unset")
+    return _PAUSE_MODES[mode]
 
 
 def _not_built(method: str) -> NoReturn:

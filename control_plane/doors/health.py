@@ -1,7 +1,8 @@
 """``grpc.health.v1``: the empty name is liveness, a service's name is its readiness.
 
 Liveness says that this process answers; it holds while a model loads and while requests drain. Stuck, asleep, draining
-and dead groups are NOT_SERVING under the services' names.
+and dead groups are NOT_SERVING under the names of the services that need a model. What needs none, such as the service
+that wakes a sleeping server up, is SERVING as long as the process answers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from control_plane.doors.calls import Context
 from control_plane.fleet import Fleet
 
 SERVICE = "grpc.health.v1.Health"
+NEED_NO_MODEL = ("maniple.v1.AdminService", SERVICE)
 # A watcher hears the same again after so long, since proxies end streams that are silent.
 REPEAT_S = 10.0
 
@@ -25,7 +27,7 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyp
     """Tells readiness as the fleet has it at the moment of asking; watchers hear of changes at once."""
 
     def __init__(self, fleet: Fleet, services: Sequence[str], *, repeat_s: float = REPEAT_S) -> None:
-        """Answer for ``services``; every other name is unknown."""
+        """Answer for ``services``, those of ``NEED_NO_MODEL`` among them; every other name is unknown."""
         self._fleet = fleet
         self._services = frozenset(services)
         self._repeat_s = repeat_s
@@ -66,7 +68,7 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyp
     def _status(self, service: str) -> HealthCheckResponse.ServingStatus:
         if service and service not in self._services:
             return HealthCheckResponse.SERVICE_UNKNOWN
-        serving = not service or self._fleet.is_serving
+        serving = not service or service in NEED_NO_MODEL or self._fleet.is_serving
         return HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
 
     def _wake(self) -> None:

@@ -124,6 +124,7 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         status, limits = self._fleet.status(), self._fleet.limits
         return vllm_engine_pb2.GetServerInfoResponse(
             active_requests=status.num_running + status.num_waiting,
+            is_paused=self._fleet.is_paused,
             uptime_seconds=status.uptime_s,
             server_type=_SERVER_TYPE,
             data_parallel_size=len(status.groups),

@@ -62,6 +62,7 @@ class FakeEngine:
         self.error_after = 0
         self.ready = True
         self.not_ready_reason = ""
+        self.is_still = True
         self.seen: list[Generation] = []
         self.cancelled: list[str] = []
         self.now = time.monotonic
@@ -77,6 +78,10 @@ class FakeEngine:
         self.ready, self.not_ready_reason = ready, reason
         for callback in self._listeners:
             callback(ready)
+
+    @property
+    def admits(self) -> bool:
+        return self.ready
 
     async def generate(self, generation: Generation) -> GenerationStream:
         if not self.ready:
