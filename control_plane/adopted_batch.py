@@ -251,6 +251,7 @@ def _generation(
         deadline=deadline,
         detach_grace_s=facts.detach_grace_s,
         only_final=facts.only_final,
+        client_resumes=True,  # whoever comes for it
         client_identity=facts.right.client_identity,
         traceparent=facts.traceparent,
     )

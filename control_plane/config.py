@@ -152,7 +152,8 @@ class ControlPlaneConfig:
 
     handover: bool = setting(False, topic=SERVER, read=read_switch)
     """On SIGTERM leave the workers, and the requests that run on them, to the next control plane at once: clients
-    resume there. Without it running requests are finished first. Only with workers that run elsewhere."""
+    resume there, and for those that cannot this process reads on. Without it running requests are finished first. Only
+    with workers that run elsewhere."""
 
     resume_grace_s: float = setting(
         30.0, topic=SERVER, read=read_number, rule=above(0, at_most=LONGEST_S), metavar="SECONDS"

@@ -25,6 +25,7 @@ from control_plane.generation_stream import GenerationStream
 from control_plane.group.batch_snapshot import BatchSnapshot
 from control_plane.group.loss import LossKind, LossReason
 from control_plane.group.worker_group import OUTPUT_RANK, WorkerGroup
+from control_plane.handover import NextOwner
 from control_plane.live_request import LiveRequest, resumed_stream
 from control_plane.live_requests import LiveRequests
 from control_plane.pause import PAUSE_REASONS, PauseMode
@@ -53,6 +54,8 @@ log = structlog.get_logger(__name__)
 
 # Rows that ended while nothing else runs are told to the workers within this time (PROTOCOL B2).
 FLUSH_AFTER_S = 0.05
+# A spare that waits for the group has it within this time of the goodbye: then clients can be told where.
+SPARE_WITHIN_S = 1.0
 # How many groups a request may lose under it and still go on in another. One that was in three when they were lost may
 # be what loses them, and would take down one after another.
 MAX_MOVES = 2
@@ -119,6 +122,7 @@ class Engine:
         self._has_left = asyncio.Event()  # none is outstanding either
         self._pause: PauseMode | None = None  # set: no new steps, but for those that let requests finish
         self._has_settled = asyncio.Event()  # a pause took effect, or ended; see stand_still
+        self._read_elsewhere: dict[RequestId, asyncio.Task[None]] = {}  # handed over, for clients that cannot resume
         self._results: deque[StepResult] = deque()  # arrived, not applied; at most one per step in flight
         self._outputs: list[SampleOutput] = []  # applied, not told to the clients
         self._has_failed = False
@@ -510,6 +514,8 @@ class Engine:
         if live is None:
             return False
         self._scheduler.finish(request_id, reason)
+        if (reading := self._read_elsewhere.pop(request_id, None)) is not None:
+            reading.cancel()  # which ends it there
         if error is None:
             live.abort()
             self._end(live, None, frees_id=frees_id)
@@ -558,31 +564,50 @@ class Engine:
         else:
             self._live.detach(live, self.now() + grace_s)
 
-    async def leave_to_next(self, *, timeout_s: float) -> bool:
-        """Hand the group over with all that runs in it; say whether every rank knows that it is free.
+    async def leave_to_next(self, next_owner: NextOwner) -> bool:
+        """Hand the group over with all that runs in it; say whether every rank knew that it is free.
 
         No step is planned any more; once the outstanding ones are answered and told to the clients, the lease is given
-        up, from the last rank to the first. Only then do clients learn where their requests are not any more.
+        up, from the last rank to the first. Only then do clients learn where their requests are. Those that cannot
+        resume there are read to, from there, until the last of them is done.
         """
         self.close("handing over to another control plane")
         self._is_leaving = True
         self._wake.set()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(next_owner.settings.step_timeout_s):
                 await self._has_left.wait()
         except TimeoutError:  # a step hangs: the next owner will see to it
             log.warning("handover.in_midstep", step=self._scheduler.step - 1)
         if self._has_failed:
             return False
         self._has_failed = True
+        self._wake.set()
         is_free = await self._group.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_HANDOVER)
+        address = "" if self.is_idle else await next_owner.address(within_s=SPARE_WITHIN_S)
+        where = {"owner_address": address} if address else {}
         for live in self._live:
             if live.started_at is None:
-                self._end(live, NotReady("the control plane hands over to another"), frees_id=True)
-            else:
-                self._end(live, TakenOver("the control plane handed the group over"))
-        self._wake.set()
+                self._end(live, NotReady("the control plane hands over to another", metadata=where), frees_id=True)
+            elif live.stream is None or live.generation.client_resumes:
+                self._end(live, TakenOver("the control plane handed the group over", metadata=where))
+        try:
+            async with asyncio.timeout(next_owner.settings.drain_timeout_s), asyncio.TaskGroup() as readings:
+                for live in self._live:
+                    reading = readings.create_task(self._read_on(live, next_owner))
+                    self._read_elsewhere[live.generation.request_id] = reading
+        except TimeoutError:
+            self.abort_all()
         return is_free
+
+    async def _read_on(self, live: LiveRequest, next_owner: NextOwner) -> None:
+        try:
+            error = await next_owner.read_on(live)
+        except Exception as defect:
+            error = InternalError()
+            log.error("handover.failed", incident_id=error.incident_id, exc_info=defect)
+        del self._read_elsewhere[live.generation.request_id]
+        self._end(live, error)
 
     # What the group says
 

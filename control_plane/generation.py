@@ -81,6 +81,7 @@ class Generation:
     deadline: float | None = None  # on the engine's monotonic clock
     detach_grace_s: float = 0.0  # how long it goes on without a stream; 0: a broken stream ends it
     only_final: bool = False  # its client wants whole outputs, no chunks
+    client_resumes: bool = False  # its client can take it up elsewhere; else a handover reads on for it
     client_identity: str = ""  # as authentication knows the caller; empty without
     traceparent: str = ""
 

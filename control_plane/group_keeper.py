@@ -16,6 +16,7 @@ from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
 from control_plane.group.settings import GroupFacts
 from control_plane.group.takeover import Adopted
 from control_plane.group.worker_group import WorkerGroup
+from control_plane.handover import HandoverSettings, NextOwner, ResumeAt
 from service_chassis.errors import ManipleError
 from service_chassis.ids import Rank
 from service_chassis.telemetry import get_logger
@@ -134,10 +135,21 @@ class GroupKeeper:
         self._fleet.hold(reason, self.name, owner_address)
         self._progress("wait", Rank(0), 0.0, reason)
 
-    async def hand_over(self, *, timeout_s: float) -> None:
-        """Leave the group, and what runs in it, to the next owner. ``run`` must not be under way any more."""
+    async def hand_over(self, resume_at: ResumeAt, settings: HandoverSettings) -> None:
+        """Leave the group, and what runs in it, to the next owner. ``run`` must not be under way any more.
+
+        Args:
+            resume_at: how the next owner is asked for the requests of clients that cannot resume.
+            settings: how long everything may take.
+        """
         if self._engine is not None and self._group is not None and self._group.executor.outlives_owner:
-            await self._engine.leave_to_next(timeout_s=timeout_s)
+            next_owner = NextOwner(
+                self._group.next_owner_address,
+                resume_at,
+                settings,
+                on_found=lambda address: self._fleet.hold("handed over", self.name, address),
+            )
+            await self._engine.leave_to_next(next_owner)
 
     async def run(self, loss: LossReason | None = None) -> LossReason:
         """Keep the group alive; return the last loss when that is given up.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from control_plane.control_blob import ResumeRight, draw_resume_right
-from control_plane.generation import Cursor, Done, FinishReason, Generation, SampleFinished, Started
+from control_plane.generation import Chunk, Cursor, Done, FinishReason, Generation, SampleFinished, Started
 from control_plane.generation_stream import GenerationStream
 from control_plane.text.detokenizer import Detokenizer
 from control_plane.text.tokenizer import Tokenizer
@@ -70,7 +70,10 @@ class LiveRequest:
             )
             for _ in range(generation.sampling.n)
         ]
-        return cls(generation, stream, now, right or draw_resume_right(generation.client_identity), samples)
+        if right is None:
+            # The token of a client that cannot resume is known to control planes alone, and one of them will use it.
+            right = draw_resume_right(generation.client_identity if generation.client_resumes else "")
+        return cls(generation, stream, now, right, samples)
 
     @property
     def is_over(self) -> bool:
@@ -143,6 +146,25 @@ class LiveRequest:
             rule = "must lie between characters"
             raise InvalidParameter("cursors.num_text_bytes", cursor.num_text_bytes, rule) from None
         return sample.token_ids[cursor.num_tokens :], text
+
+    def told(self) -> list[Cursor]:
+        """Return how far each sample's client is."""
+        return [
+            Cursor(index=index, num_tokens=len(sample.token_ids), num_text_bytes=len("".join(sample.text).encode()))
+            for index, sample in enumerate(self.samples)
+        ]
+
+    def tell(self, event: Chunk | SampleFinished) -> None:
+        """Pass on what another control plane says of this request, from what was told here on."""
+        sample = self.samples[event.index]
+        if sample.reason is not None:
+            return  # a resumed stream says again what ended before
+        if isinstance(event, Chunk):
+            self._tell(event.index, event.token_ids, event.text)
+        else:
+            sample.reason, sample.finished = event.reason, event
+            if self.stream is not None:
+                self.stream.put_finished(event)
 
     def push(
         self,

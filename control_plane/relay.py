@@ -32,14 +32,40 @@ class KnowsOwner(Protocol):
         """Where the owner answers; empty while calls are answered here."""
 
 
+class OwnerChannels:
+    """Connections to other control planes."""
+
+    def __init__(self, *, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._channels: dict[str, grpc.aio.Channel] = {}  # owner's address -> channel; there are few owners
+
+    def to(self, address: str) -> grpc.aio.Channel:
+        """Return the connection to an address, a new one where there is none."""
+        if address not in self._channels:
+            options = [
+                ("grpc.max_receive_message_length", self._max_message_bytes),
+                ("grpc.max_send_message_length", -1),
+                # An owner that was stopped breaks no connection, and another one may have the group by then.
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.max_pings_without_data", 0),
+            ]
+            self._channels[address] = grpc.aio.insecure_channel(address, options=options)
+        return self._channels[address]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for channel in self._channels.values():
+            await channel.close()
+
+
 class Relay(grpc.aio.ServerInterceptor):
     """Passes calls of some services on to the owner while there is no group here."""
 
-    def __init__(self, fleet: KnowsOwner, services: Collection[str], *, max_message_bytes: int) -> None:
+    def __init__(self, fleet: KnowsOwner, services: Collection[str], channels: OwnerChannels) -> None:
         self._fleet = fleet
         self._services = frozenset(services)
-        self._max_message_bytes = max_message_bytes
-        self._channels: dict[str, grpc.aio.Channel] = {}  # owner's address -> channel; there are few owners
+        self._channels = channels
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -52,7 +78,7 @@ class Relay(grpc.aio.ServerInterceptor):
             return handler
         if any(key == RELAYED_KEY for key, _ in handler_call_details.invocation_metadata or ()):
             return handler
-        channel = self._channel(address)
+        channel = self._channels.to(address)
         log.debug("call.relayed", method=method, owner_address=address)
 
         async def relay_unary(request: bytes, context: Context) -> bytes:
@@ -83,20 +109,6 @@ class Relay(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(relay_stream)
         return grpc.unary_unary_rpc_method_handler(relay_unary)
-
-    async def close(self) -> None:
-        """Close the channels."""
-        for channel in self._channels.values():
-            await channel.close()
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            options = [
-                ("grpc.max_receive_message_length", self._max_message_bytes),
-                ("grpc.max_send_message_length", -1),
-            ]
-            self._channels[address] = grpc.aio.insecure_channel(address, options=options)
-        return self._channels[address]
 
 
 def _metadata(context: Context) -> list[tuple[str, str | bytes]]:

@@ -25,6 +25,7 @@ from control_plane.config import ControlPlaneConfig
 from control_plane.delta_recorder import DeltaRecorder
 from control_plane.doors import admin, health, inference, vllm_engine
 from control_plane.doors.converters import draw_seed
+from control_plane.doors.elsewhere import Elsewhere
 from control_plane.doors.served_model import ServedModel
 from control_plane.fleet import Fleet
 from control_plane.group.allowance import Allowance
@@ -33,9 +34,10 @@ from control_plane.group.loss import GroupNotFormed, LossReason
 from control_plane.group.settings import GroupFacts
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.group_keeper import GroupKeeper, OnGroupLoss
+from control_plane.handover import HandoverSettings
 from control_plane.model_split import check_split
 from control_plane.model_store import ModelPlace, resolve_model
-from control_plane.relay import Relay
+from control_plane.relay import OwnerChannels, Relay
 from control_plane.stop_signals import StopSignals
 from control_plane.text.model_text import ModelText, load_model_text
 from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -68,16 +70,17 @@ async def serve(config: ControlPlaneConfig, *, announce: Announce) -> int:
         ConfigurationError: the address, the model or what was asked of it cannot be served.
     """
     fleet = Fleet("starting")
-    relay = Relay(fleet, RELAYED_SERVICES, max_message_bytes=config.max_message_bytes)
+    channels = OwnerChannels(max_message_bytes=config.max_message_bytes)
+    relay = Relay(fleet, RELAYED_SERVICES, channels)
     server = make_server(config.max_message_bytes, interceptors=[relay])
     address = bind(server, config.listen)
-    control_plane = ControlPlane(config, server, address, fleet, announce)
+    control_plane = ControlPlane(config, server, address, fleet, announce, Elsewhere(channels.to))
     with StopSignals() as signals:
         try:
             return await control_plane.run(signals)
         finally:
             await control_plane.end()
-            await relay.close()
+            await channels.close()
 
 
 class _Interrupted(Exception):
@@ -88,12 +91,19 @@ class ControlPlane:
     """One control plane process. Owns the order of starting and stopping, nothing else."""
 
     def __init__(
-        self, config: ControlPlaneConfig, server: grpc.aio.Server, address: str, fleet: Fleet, announce: Announce
+        self,
+        config: ControlPlaneConfig,
+        server: grpc.aio.Server,
+        address: str,
+        fleet: Fleet,
+        announce: Announce,
+        elsewhere: Elsewhere,
     ) -> None:
         self._config = config
         self._server = server
         self._address = address
         self._announce = announce
+        self._elsewhere = elsewhere
         self._started_at = time.monotonic()
         self._fleet = fleet
         self._allowance = Allowance(config.max_groups)
@@ -272,27 +282,39 @@ class ControlPlane:
         await asyncio.gather(*self._keeping, return_exceptions=True)
 
     async def _drain_for(self, signals: StopSignals) -> None:
-        """Let requests finish, at most for the drain timeout, or until a second signal; or hand them over."""
+        """Let requests finish, here or handed over, at most for the drain timeout, or until a second signal."""
         assert signals.first is not None
         if self._config.handover:
             self._announce(Stopping(f"{signals.name}, handing over"))
-            await self._keep_no_more()
-            timeout_s = self._config.step_timeout_s
-            await asyncio.gather(*(keeper.hand_over(timeout_s=timeout_s) for keeper in self._keepers))
-            return
-        drain = asyncio.create_task(self._fleet.drain(self._config.drain_timeout_s))
-        status = self._fleet.status()
-        self._announce(
-            Stopping(
-                signals.name, status.num_running + status.num_waiting, self._config.drain_timeout_s, again=signals.name
-            )
-        )
+            ending = asyncio.create_task(self._hand_over(), name="handover")
+        else:
+            ending = asyncio.create_task(self._drain(), name="drain")
+            status = self._fleet.status()
+            num_left = status.num_running + status.num_waiting
+            self._announce(Stopping(signals.name, num_left, self._config.drain_timeout_s, again=signals.name))
         await self._keep_no_more()
-        await _first(_outcome(drain), signals.hurry.wait())
-        if not drain.done():
-            drain.cancel()
-            await asyncio.gather(drain, return_exceptions=True)
+        await _first(_outcome(ending), signals.hurry.wait())
+        if not ending.done():
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
             self._fleet.abort_all()
+        else:
+            ending.result()
+
+    async def _drain(self) -> None:
+        await self._fleet.drain(self._config.drain_timeout_s)
+
+    async def _hand_over(self) -> None:
+        """Leave all groups to their next owners, and read on there for clients that cannot."""
+        config = self._config
+        self._fleet.close("handing over to another control plane")
+        await self._keep_no_more()
+        settings = HandoverSettings(
+            step_timeout_s=config.step_timeout_s,
+            resume_grace_s=config.resume_grace_s,
+            drain_timeout_s=config.drain_timeout_s,
+        )
+        await asyncio.gather(*(keeper.hand_over(self._elsewhere, settings) for keeper in self._keepers))
 
     def _uptime_s(self) -> float:
         return time.monotonic() - self._started_at

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def call_facts(context: Context, fleet: Fleet) -> CallFacts:
-    """Read deadline, caller and trace of a call."""
+def call_facts(context: Context, fleet: Fleet, *, client_resumes: bool = False) -> CallFacts:
+    """Read deadline, caller and trace of a call; ``client_resumes`` is the door's to say."""
     remaining = context.time_remaining()
     traceparent = ""
     for key, value in context.invocation_metadata() or ():
@@ -29,6 +29,7 @@ def call_facts(context: Context, fleet: Fleet) -> CallFacts:
         deadline=None if remaining is None else fleet.now() + remaining,
         client_identity=caller_identity(context),
         traceparent=traceparent,
+        client_resumes=client_resumes,
     )
 
 

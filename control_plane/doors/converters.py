@@ -39,6 +39,7 @@ class CallFacts:
     deadline: float | None = None  # on the engine's clock
     client_identity: str = ""
     traceparent: str = ""
+    client_resumes: bool = False  # the door tells clients how to resume
 
 
 def draw_request_id() -> str:
@@ -92,6 +93,7 @@ async def to_generation(
         deadline=call.deadline,
         detach_grace_s=rules.check_number("detach_grace_s", request.detach_grace_s, 0, rules.MAX_DETACH_GRACE_S),
         only_final=request.only_final,
+        client_resumes=call.client_resumes,
         client_identity=call.client_identity,
         traceparent=call.traceparent,
     )

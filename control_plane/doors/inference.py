@@ -39,7 +39,7 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
         fleet = self._fleet
         generation = await converters.to_generation(
             request,
-            call_facts(context, fleet),
+            call_facts(context, fleet, client_resumes=True),
             served=self._served,
             limits=fleet.limits,
             new_seed=self._new_seed,

@@ -375,6 +375,17 @@ class WorkerGroup:
             return reply.epoch == epoch
         return False
 
+    async def next_owner_address(self) -> str:
+        """Ask the ranks where their owner answers clients; nothing while we are the last, or nobody says."""
+        for rank in self.executor.ranks:
+            try:
+                reply = await self.executor.call(rank, "Describe", worker_pb2.DescribeRequest(), timeout_s=_FAREWELL_S)
+            except (ManipleError, ConnectionError, TimeoutError):
+                continue
+            assert isinstance(reply, worker_pb2.DescribeResponse)
+            return reply.owner_address if self._tenure and reply.epoch > self._tenure.epoch else ""
+        return ""
+
     async def teardown(self, reason: str) -> None:
         """End the group and everything it started, once; every call returns when that is done."""
         await asyncio.shield(self._begin_teardown(reason))

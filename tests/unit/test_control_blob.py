@@ -96,6 +96,13 @@ def test_resume_right_fits_only_its_token_and_its_caller():
     assert not right.fits(b"", "alice")
 
 
+def test_right_of_nobody_in_particular_fits_its_token_alone():
+    right = draw_resume_right("")
+    assert right.fits(right.token, "")
+    assert right.fits(right.token, "a control plane")
+    assert not right.fits(draw_resume_right("").token, "")
+
+
 def test_resume_token_is_in_no_representation():
     right = draw_resume_right("")
     facts = read_blob(blob_of(0, right))
