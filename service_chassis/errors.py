@@ -201,6 +201,11 @@ class NotBuilt(ManipleError):
     reason = errors_pb2.ERROR_REASON_NOT_BUILT
 
 
+class Unauthenticated(ManipleError):
+    code = code_pb2.UNAUTHENTICATED
+    reason = errors_pb2.ERROR_REASON_UNAUTHENTICATED
+
+
 class PermissionDenied(ManipleError):
     code = code_pb2.PERMISSION_DENIED
     reason = errors_pb2.ERROR_REASON_PERMISSION_DENIED

@@ -13,6 +13,7 @@ import grpc
 
 from service_chassis.errors import ConfigurationError
 from service_chassis.interceptors import error_interceptors
+from service_chassis.tls import ServerTls
 
 ChannelOptions = list[tuple[str, int]]
 
@@ -25,8 +26,8 @@ _KEEPALIVE: ChannelOptions = [
 ]
 
 
-def server_options(max_message_bytes: int) -> ChannelOptions:
-    """Return the options of every server of ours.
+def server_options(max_message_bytes: int, *, max_concurrent_streams: int = 0) -> ChannelOptions:
+    """Return the options of every server of ours; ``max_concurrent_streams`` of one connection, 0 for any number.
 
     The transport's own limit lies well above ours: a message over it ends in a RESOURCE_EXHAUSTED that gateways retry
     and that names no rule. Up to it, the interceptors' deserializers answer INVALID_ARGUMENT with the limit in words.
@@ -38,19 +39,29 @@ def server_options(max_message_bytes: int) -> ChannelOptions:
         ("grpc.max_send_message_length", -1),
         # Two servers on one port would each get some of the connections. A port in use must be an error.
         ("grpc.so_reuseport", 0),
+        *([("grpc.max_concurrent_streams", max_concurrent_streams)] if max_concurrent_streams else []),
     ]
 
 
-def make_server(max_message_bytes: int, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+def make_server(
+    max_message_bytes: int,
+    *,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    max_concurrent_streams: int = 0,
+) -> grpc.aio.Server:
     """Return a server with our options and error interceptors; ``interceptors`` run inside those."""
     return grpc.aio.server(
         interceptors=[*error_interceptors(max_message_bytes), *interceptors],
-        options=server_options(max_message_bytes),
+        options=server_options(max_message_bytes, max_concurrent_streams=max_concurrent_streams),
     )
 
 
-def bind(server: grpc.aio.Server | grpc.Server, address: str, field: str = "listen") -> str:
+def bind(
+    server: grpc.aio.Server | grpc.Server, address: str, field: str = "listen", *, tls: ServerTls | None = None
+) -> str:
     """Bind ``address`` ("host:port", port 0 for any, or "unix:path") and return it with the port that was given.
+
+    With ``tls`` a port speaks nothing else. A Unix socket never does: its directory says who may connect.
 
     Raises:
         ConfigurationError: the address cannot be bound, with the reason as a sentence.
@@ -62,7 +73,10 @@ def bind(server: grpc.aio.Server | grpc.Server, address: str, field: str = "list
     if failure := _bind_failure(address):
         raise ConfigurationError([(field, address, failure)])
     try:
-        port = server.add_insecure_port(address)
+        if tls is None or address.startswith("unix:"):
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, tls.credentials())
     except RuntimeError as error:
         raise ConfigurationError([(field, address, _bind_failure(address) or "cannot be bound")]) from error
     if address.startswith("unix:"):

@@ -21,3 +21,16 @@ def is_wildcard(address: str) -> bool:
 def local_target(address: str) -> str:
     """Return where a client on this machine reaches a server that listens on ``address``."""
     return f"{LOOPBACK}:{address.rpartition(':')[2]}" if is_wildcard(address) else address
+
+
+def is_private(address: str) -> bool:
+    """Whether only this machine can reach ``address``: a Unix socket, or the loopback. No name is looked up."""
+    if address.startswith("unix:"):
+        return True
+    host = address.removeprefix("dns:///").rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
