@@ -18,9 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from maniple.v1.scheduler_delta_pb2 import NewRequest, RowFinished
+from service_chassis.protocol.logprobs import Logprobs
 from worker_service.batch_rows import BatchLimits, RowState
 from worker_service.block_hashes import BlockHashes
-from worker_service.step_work import FinishedRow, Int32Array, Mode, NewRow, StepWork, TableChange, TableOp
+from worker_service.step_work import (
+    FinishedRow,
+    Int32Array,
+    Mode,
+    NewRow,
+    RowLogprobs,
+    StepWork,
+    TableChange,
+    TableOp,
+)
 from worker_service.tombstones import Tombstone, Tombstones
 
 
@@ -30,6 +40,8 @@ class _Row:
     entered_at: float  # monotonic
     tables: list[list[int]]  # KV group -> block ids
     state_slots: dict[int, int]
+    logprobs: Logprobs | None  # of its output, a position a token; None: not asked for
+    prompt_logprobs: Logprobs | None  # from the second token on; forks share it with their parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,8 @@ class FrozenRow:
     tables: tuple[tuple[int, ...], ...]
     state_slots: tuple[tuple[int, int], ...]
     age_s: float  # since it entered
+    logprobs: Logprobs | None = None  # of its output, a position a token
+    prompt_logprobs: Logprobs | None = None  # from the second token on; None also where a row before it has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +104,14 @@ class CompletedBatch:
         if requests:
             self._entering.append((step, now, requests))
 
-    def complete(self, work: StepWork, token_ids: Int32Array, token_digest: int, now: float) -> None:
+    def complete(
+        self,
+        work: StepWork,
+        token_ids: Int32Array,
+        token_digest: int,
+        now: float,
+        logprobs: Iterable[RowLogprobs] = (),
+    ) -> None:
         """Take over a step that was done.
 
         Args:
@@ -98,6 +119,7 @@ class CompletedBatch:
             token_ids: what the rows that sampled got, in the order of ``work.rows``.
             token_digest: of the rank's known tokens after it.
             now: monotonic.
+            logprobs: what it told of tokens.
         """
         for finished in work.finished:
             self._finish(finished, now)
@@ -113,7 +135,7 @@ class CompletedBatch:
             step, entered_at, requests = self._entering.popleft()
             assert step == work.step, "what enters was accepted with its delta"
             for new, request in zip(work.new_rows, requests, strict=True):
-                self._enter(new, _Row(request, entered_at, self._no_tables(), {}))
+                self._enter(new, _Row(request, entered_at, self._no_tables(), {}, *self._no_logprobs(new)))
         for resumed in work.resumed:
             req_index = resumed.req_index
             self._preempted[req_index] = False
@@ -123,6 +145,7 @@ class CompletedBatch:
             self._change_table(change)
         if work.mode is Mode.RUN:
             self._compute(work, token_ids)
+            self._keep(logprobs)
         self.step, self.state_digest, self.token_digest = work.step, work.state_digest, token_digest
 
     def _compute(self, work: StepWork, token_ids: Int32Array) -> None:
@@ -132,6 +155,28 @@ class CompletedBatch:
         self._token_ids[rows, positions] = token_ids
         self._num_known[rows] = positions + 1
         self._decodes[rows] = True
+
+    def _keep(self, logprobs: Iterable[RowLogprobs]) -> None:
+        for told in logprobs:
+            row = self._rows[told.req_index]
+            if told.sampled is not None and row.logprobs is not None:
+                row.logprobs.extend(told.sampled)
+            if told.prompt is not None and row.prompt_logprobs is not None:
+                assert told.first_position == 1 + len(row.prompt_logprobs), "a prompt is told from its head on"
+                row.prompt_logprobs.extend(told.prompt)
+
+    def _no_logprobs(self, new: NewRow) -> tuple[Logprobs | None, Logprobs | None]:
+        """Return where a row that enters keeps those of its output and of its prompt."""
+        asked = new.sampling
+        output = prompt = None
+        if asked.num_logprobs is not None:
+            # Of output that was computed elsewhere nothing is known here.
+            num_unknown = new.num_prefill_tokens - new.num_prompt_tokens
+            output = Logprobs(asked.num_logprobs + 1, num_unknown=num_unknown)
+        if asked.num_prompt_logprobs is not None:
+            parent = self._rows[new.fork_of] if new.fork_of is not None else None
+            prompt = Logprobs(asked.num_prompt_logprobs + 1) if parent is None else parent.prompt_logprobs
+        return output, prompt
 
     def _no_tables(self) -> list[list[int]]:
         return [[] for _ in range(self._limits.num_kv_groups)]
@@ -147,7 +192,8 @@ class CompletedBatch:
 
     def _finish(self, finished: FinishedRow, now: float) -> None:
         self._let_blocks_go(finished.req_index)
-        request = self._rows.pop(finished.req_index).request
+        row = self._rows.pop(finished.req_index)
+        request = row.request
         tombstone = Tombstone(
             request_id=request.request_id,
             sample_index=request.sample_index,
@@ -156,9 +202,14 @@ class CompletedBatch:
             reason=RowFinished.Reason.ValueType(finished.reason),
             control_blob=request.control_blob,
         )
-        self._tombstones.add(now, tombstone)
-        row = finished.req_index
-        self._num_written[row] = max(self._num_written[row], self._num_known[row])
+        is_shared = any(other.prompt_logprobs is row.prompt_logprobs for other in self._rows.values())
+        prompt = None if row.prompt_logprobs is None or is_shared else row.prompt_logprobs
+        output = None
+        if row.logprobs is not None:
+            output = row.logprobs.part(0, max(0, finished.num_tokens - request.num_prompt_tokens))
+        self._tombstones.add(now, tombstone, output, prompt)
+        written, known = self._num_written[finished.req_index], self._num_known[finished.req_index]
+        self._num_written[finished.req_index] = max(written, known)
 
     def _let_blocks_go(self, req_index: int) -> None:
         row = self._rows[req_index]
@@ -189,16 +240,19 @@ class CompletedBatch:
         for row in self._rows.values():
             for group, table in enumerate(row.tables):
                 held[group].update(table)
+        told: set[int] = set()  # prompts whose log-probabilities a row before has
         return FrozenBatch(
             step=self.step,
             state_digest=self.state_digest,
             token_digest=self.token_digest,
-            rows=tuple(self._frozen(req_index, row, now) for req_index, row in sorted(self._rows.items())),
+            rows=tuple(self._frozen(req_index, row, now, told) for req_index, row in sorted(self._rows.items())),
             block_hashes=tuple(tuple(self._hashes.free(group, blocks)) for group, blocks in enumerate(held)),
         )
 
-    def _frozen(self, req_index: int, row: _Row, now: float) -> FrozenRow:
+    def _frozen(self, req_index: int, row: _Row, now: float, told: set[int]) -> FrozenRow:
         state = RowState.DECODE if self._decodes[req_index] else RowState.PREFILL
+        prompt = row.prompt_logprobs if id(row.prompt_logprobs) not in told else None
+        told.add(id(prompt))
         return FrozenRow(
             req_index=req_index,
             request=row.request,
@@ -209,6 +263,8 @@ class CompletedBatch:
             tables=tuple(tuple(table) for table in row.tables),
             state_slots=tuple(sorted(row.state_slots.items())),
             age_s=max(0.0, now - row.entered_at),
+            logprobs=row.logprobs.part(0) if row.logprobs is not None else None,
+            prompt_logprobs=prompt.part(0) if prompt is not None else None,
         )
 
     def wipe(self) -> None:

@@ -297,6 +297,12 @@ class _Check:
             self._refuse(f"{where}.top_p", sampling.top_p, "must be in (0, 1]")
         if not 0 <= sampling.min_p <= 1:
             self._refuse(f"{where}.min_p", sampling.min_p, "must be in [0, 1]")
+        for name in ("num_logprobs_plus_one", "num_prompt_logprobs_plus_one"):
+            if getattr(sampling, name) > self._limits.vocab_size + 1:
+                rule = f"must be at most one more than the vocabulary, {self._limits.vocab_size}"
+                self._refuse(f"{where}.{name}", getattr(sampling, name), rule)
+        if sampling.logprobs_mode not in sampling_pb2.LogprobsMode.values():
+            self._refuse(f"{where}.logprobs_mode", sampling.logprobs_mode, "must be one of LogprobsMode")
         if not 0 < sampling.repetition_penalty < math.inf:
             self._refuse(f"{where}.repetition_penalty", sampling.repetition_penalty, "must be above 0")
         return RowSampling(

@@ -272,7 +272,7 @@ class Rank:
         get_logger().info(
             "snapshot.taken", epoch=request.epoch, step=frozen.step if frozen else 0, num_tombstones=len(buried)
         )
-        for part in snapshot_parts(frozen, self._stages.limits, buried):
+        for part in snapshot_parts(frozen, self._stages.limits, buried, self.tombstones.logprobs()):
             yield part
 
     def _on_step_failed(self, step: int, error: Exception) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from service_chassis.protocol.arrays import gumbel_array, noise_bits_array
 from worker_service.sampling.columns import GREEDY_BELOW, SamplingColumns
+from worker_service.sampling.logprobs import OutputLogprobs
 from worker_service.sampling.noise_keys import noise_keys
 from worker_service.step_work import Int32Array, RowSampling
 
@@ -36,6 +37,7 @@ def sample_plainly(
     positions: Int32Array,
     num_prompt_tokens: Int32Array,
     columns: SamplingColumns,
+    noting: OutputLogprobs | None = None,
 ) -> Int32Array:
     """Choose the next token of rows for which ``needs_full_sampler`` is false.
 
@@ -45,13 +47,18 @@ def sample_plainly(
         positions: [num_rows] positions that the sampled tokens will have.
         num_prompt_tokens: [num_rows].
         columns: parameters by req_index.
+        noting: told of the scores on their way, where some row wants log-probabilities.
     Returns:
         [num_rows] token ids; the lowest where several scores are highest.
     """
+    if noting is not None:
+        noting.note_raw(logits)
     for place, row in enumerate(rows.tolist()):
         stop_ids = columns.stop_ids.get(row)
         if stop_ids is not None and positions[place] - num_prompt_tokens[place] < columns.min_tokens[row]:
             logits[place, stop_ids] = -np.inf
+    if noting is not None:
+        noting.note_processed(logits)
     drawn = np.flatnonzero(columns.temperature[rows] >= GREEDY_BELOW)
     ids = np.arange(logits.shape[1], dtype=np.uint32)
     keys = noise_keys(columns.noise_base[rows[drawn]], positions[drawn])

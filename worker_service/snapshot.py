@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from urllib.parse import unquote
 
 from maniple.v1 import worker_pb2
+from maniple.v1.scheduler_delta_pb2 import RowLogprobs
+from service_chassis.protocol.logprobs import Logprobs
 from worker_service.batch_rows import RowState
 from worker_service.completed_batch import FrozenBatch, FrozenRow
 from worker_service.tombstones import Tombstone
@@ -17,6 +20,7 @@ from worker_service.tombstones import Tombstone
 Part = worker_pb2.SnapshotResponse
 
 _HASHES_PER_PART = 8192
+_ENTRIES_PER_PART = 65536  # of log-probabilities, at most 9 bytes each
 _STATES = {
     RowState.PREFILL: Part.ROW_STATE_PREFILL,
     RowState.DECODE: Part.ROW_STATE_DECODE,
@@ -25,7 +29,10 @@ _STATES = {
 
 
 def snapshot_parts(
-    batch: FrozenBatch | None, limits: worker_pb2.GroupLimits | None, tombstones: Iterable[tuple[Tombstone, float]]
+    batch: FrozenBatch | None,
+    limits: worker_pb2.GroupLimits | None,
+    tombstones: Iterable[tuple[Tombstone, float]],
+    tombstone_logprobs: Iterable[tuple[Logprobs | None, Logprobs | None]] = (),
 ) -> Iterator[Part]:
     """Yield the header, rows ascending, tombstones oldest first, then hashes.
 
@@ -33,17 +40,20 @@ def snapshot_parts(
         batch: None where there is none; then there are only tombstones.
         limits: of the group.
         tombstones: with their ages in seconds.
+        tombstone_logprobs: of output and prompt of each; may end early.
     """
     header = Part.Header(limits=limits)
     if batch is not None:
         header.step, header.state_digest, header.token_digest = batch.step, batch.state_digest, batch.token_digest
     yield Part(header=header)
     for row in batch.rows if batch is not None else ():
-        yield Part(row=_row(row))
-    for tombstone, age_s in tombstones:
+        part = Part(row=_row(row))
+        yield from _with_logprobs(part, part.row.logprobs, row.logprobs, row.prompt_logprobs)
+    for (tombstone, age_s), told in zip_longest(tombstones, tombstone_logprobs, fillvalue=(None, None)):
+        assert tombstone is not None, "no more is told than there are tombstones"
         part = Part(tombstone=tombstone)
         part.tombstone.age_s = age_s
-        yield part
+        yield from _with_logprobs(part, part.tombstone.logprobs, *told)
     for kv_group, kept in enumerate(batch.block_hashes if batch is not None else ()):
         for start in range(0, len(kept), _HASHES_PER_PART):
             some = kept[start : start + _HASHES_PER_PART]
@@ -54,6 +64,22 @@ def snapshot_parts(
                     hashes=b"".join(name for _, name in some),
                 )
             )
+
+
+def _with_logprobs(part: Part, inside: RowLogprobs, output: Logprobs | None, prompt: Logprobs | None) -> Iterator[Part]:
+    """Yield a part with as much as fits ``inside`` it, then the rest."""
+    pieces: list[RowLogprobs] = []
+    at = 1  # nothing precedes the first token
+    for piece in prompt.pieces(_ENTRIES_PER_PART) if prompt is not None else ():
+        pieces.append(RowLogprobs(prompt=piece.to_message(), first_position=at))
+        at += len(piece)
+    for piece in output.pieces(_ENTRIES_PER_PART) if output is not None else ():
+        pieces.append(RowLogprobs(sampled=piece.to_message()))
+    if pieces:
+        inside.CopyFrom(pieces[0])
+    yield part
+    for more in pieces[1:]:
+        yield Part(more_logprobs=more)
 
 
 def _row(row: FrozenRow) -> Part.Row:

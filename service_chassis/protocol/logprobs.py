@@ -56,7 +56,7 @@ class Logprobs:
     @property
     def num_bytes(self) -> int:
         """Memory of the columns."""
-        return len(self.token_ids) * _BYTES_PER_ENTRY + len(self.ranks) * _BYTES_PER_POSITION
+        return self.size_of(len(self), self.width)
 
     def extend(self, other: Logprobs) -> None:
         """Add positions behind the last; of one width."""
@@ -84,10 +84,15 @@ class Logprobs:
         """Return the columns one behind the other, for ``from_bytes`` on the same kind of machine."""
         return self.token_ids.tobytes() + self.values.tobytes() + self.ranks.tobytes()
 
+    @staticmethod
+    def size_of(num_positions: int, width: int) -> int:
+        """Return the bytes of ``to_bytes``."""
+        return num_positions * (_BYTES_PER_ENTRY * width + _BYTES_PER_POSITION)
+
     @classmethod
     def from_bytes(cls, raw: bytes, width: int) -> Logprobs:
         """Return what ``to_bytes`` wrote, of that width."""
-        num_positions = len(raw) // (_BYTES_PER_ENTRY * width + _BYTES_PER_POSITION)
+        num_positions = len(raw) // cls.size_of(1, width)
         first, second = 4 * width * num_positions, 8 * width * num_positions
         return cls(width, raw[:first], raw[first:second], raw[second:])
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from service_chassis.protocol.logprobs import Logprobs
+from worker_service.process_group import Bytes
 from worker_service.step_work import (
     PROCESSED_LOGPROBS,
     RAW_LOGITS,
@@ -76,13 +77,13 @@ class OutputLogprobs:
     def __init__(self, asked: Mapping[int, AskedLogprobs], rows: Int32Array) -> None:
         """Find who asked among ``rows``, req_index values in the order of the scores."""
         self.shapes: list[tuple[int, int]] = []  # (req_index, likeliest), in the order of the rows
-        self._places: dict[int, list[int]] = {}  # mode -> places in ``rows``
+        self._asked: dict[int, list[tuple[int, int, int]]] = {}  # mode -> (place in ``rows``, req_index, likeliest)
         self._noted: dict[int, Any] = {}  # mode -> [num_places, vocab_size]
         for place, row in enumerate(rows.tolist()) if asked else ():
             one = asked.get(row)
             if one is not None and one.num_output is not None:
                 self.shapes.append((row, one.num_output))
-                self._places.setdefault(one.mode, []).append(place)
+                self._asked.setdefault(one.mode, []).append((place, row, one.num_output))
 
     def __bool__(self) -> bool:
         return bool(self.shapes)
@@ -97,22 +98,18 @@ class OutputLogprobs:
 
     def _note(self, scores: Any, modes: Iterable[int]) -> None:
         for mode in modes:
-            if (places := self._places.get(mode)) is not None:
-                self._noted[mode] = scores[places]  # a copy
+            if (asked := self._asked.get(mode)) is not None:
+                self._noted[mode] = scores[[place for place, _, _ in asked]]  # a copy
 
-    def take(self, chosen: Int32Array, report: Report) -> list[Logprobs]:
-        """Return one position for each of ``shapes``; ``chosen`` are the tokens of all rows."""
+    def take(self, chosen: Int32Array, report: Report) -> dict[int, Logprobs]:
+        """Return req_index -> one position, for all of ``shapes``; ``chosen`` are the tokens of all rows."""
         found: dict[int, Logprobs] = {}
-        counts = [count for _, count in self.shapes]
-        in_order = sorted(place for places in self._places.values() for place in places)
-        count_of = dict(zip(in_order, counts, strict=True))
-        for mode, places in self._places.items():
-            said = report(
-                self._noted[mode], chosen[places], max(count_of[place] for place in places), mode != RAW_LOGITS
-            )
-            for index, place in enumerate(places):
-                found[place] = said.columns(index, index + 1, count_of[place])
-        return [found[place] for place in in_order]
+        for mode, asked in self._asked.items():
+            tokens, most = chosen[[place for place, _, _ in asked]], max(count for _, _, count in asked)
+            said = report(self._noted[mode], tokens, most, mode != RAW_LOGITS)
+            for index, (_, row, count) in enumerate(asked):
+                found[row] = said.columns(index, index + 1, count)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +151,50 @@ def prompt_spans(asked: Mapping[int, AskedLogprobs], work: StepWork, num_prompt_
     return spans
 
 
-def by_row(
-    output: OutputLogprobs, sampled: list[Logprobs], spans: list[PromptSpan], prompts: list[Logprobs]
-) -> tuple[RowLogprobs, ...]:
-    """Put together what each row gets, ascending."""
-    if not sampled and not prompts:
-        return ()
-    of_output = {row: columns for (row, _), columns in zip(output.shapes, sampled, strict=True)}
-    of_prompt = {span.req_index: (span, columns) for span, columns in zip(spans, prompts, strict=True)}
-    found = []
-    for row in sorted(of_output.keys() | of_prompt.keys()):
-        span, prompt = of_prompt.get(row, (None, None))
-        found.append(RowLogprobs(row, of_output.get(row), prompt, span.first_position if span is not None else 0))
-    return tuple(found)
+class StepLogprobs:
+    """What a step tells: which rows, and how much of it, follows on every rank from the batch alone."""
+
+    def __init__(self, asked: Mapping[int, AskedLogprobs], work: StepWork, num_prompt_tokens: Int32Array) -> None:
+        """See who asked; what is told of prompts counts as told from now on."""
+        self._num_rows = int(np.count_nonzero(work.samples))
+        self.output = OutputLogprobs(asked, work.rows[work.samples])
+        self.spans = prompt_spans(asked, work, num_prompt_tokens)
+
+    def to_bytes(self, token_ids: Int32Array, sampled: Mapping[int, Logprobs], prompts: list[Logprobs]) -> bytes:
+        """Write down what the output rank decided.
+
+        Args:
+            token_ids: of the rows that sample.
+            sampled: req_index -> of its token, for all of ``output``.
+            prompts: of ``spans``, in order.
+        """
+        told = [*(sampled[row] for row, _ in self.output.shapes), *prompts]
+        return token_ids.tobytes() + b"".join(columns.to_bytes() for columns in told)
+
+    def from_bytes(self, raw: Bytes) -> tuple[Int32Array, tuple[RowLogprobs, ...]]:
+        """Read what ``to_bytes`` wrote, there or here."""
+        token_ids = np.frombuffer(raw, np.int32, self._num_rows)
+        if not self.output and not self.spans:
+            return token_ids, ()
+        reader = _Reader(raw, token_ids.nbytes)
+        of_output = {row: reader.take(1, num_likeliest) for row, num_likeliest in self.output.shapes}
+        of_prompt = {span.req_index: (reader.take(span.count, span.num_likeliest), span) for span in self.spans}
+        told = []
+        for row in sorted(of_output.keys() | of_prompt.keys()):
+            prompt, span = of_prompt.get(row, (None, None))
+            told.append(RowLogprobs(row, of_output.get(row), prompt, span.first_position if span is not None else 0))
+        return token_ids, tuple(told)
+
+
+class _Reader:
+    def __init__(self, raw: Bytes, start: int) -> None:
+        self._raw = memoryview(raw)
+        self._at = start
+
+    def take(self, num_positions: int, num_likeliest: int) -> Logprobs:
+        start, width = self._at, num_likeliest + 1
+        self._at += Logprobs.size_of(num_positions, width)
+        return Logprobs.from_bytes(bytes(self._raw[start : self._at]), width)
 
 
 def report_arrays(scores: Float32Array, tokens: Int32Array, num_likeliest: int, normalize: bool) -> ScoreReport:

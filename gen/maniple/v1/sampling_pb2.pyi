@@ -36,7 +36,9 @@ class _LogprobsModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Logprobs
     LOGPROBS_MODE_RAW_LOGITS: _LogprobsMode.ValueType  # 2
     """The raw logits."""
     LOGPROBS_MODE_PROCESSED_LOGPROBS: _LogprobsMode.ValueType  # 3
-    """Log-softmax after penalties, bias and masks."""
+    """Log-softmax after penalties, bias and masks, before temperature and filters; minus infinity for what a mask forbids.
+    Nothing processes a prompt: its tokens get the raw ones.
+    """
 
 class LogprobsMode(_LogprobsMode, metaclass=_LogprobsModeEnumTypeWrapper):
     """Which values are reported as log-probabilities."""
@@ -48,7 +50,9 @@ LOGPROBS_MODE_RAW_LOGPROBS: LogprobsMode.ValueType  # 1
 LOGPROBS_MODE_RAW_LOGITS: LogprobsMode.ValueType  # 2
 """The raw logits."""
 LOGPROBS_MODE_PROCESSED_LOGPROBS: LogprobsMode.ValueType  # 3
-"""Log-softmax after penalties, bias and masks."""
+"""Log-softmax after penalties, bias and masks, before temperature and filters; minus infinity for what a mask forbids.
+Nothing processes a prompt: its tokens get the raw ones.
+"""
 Global___LogprobsMode: _TypeAlias = LogprobsMode  # noqa: Y015
 
 @_typing.final
@@ -131,17 +135,23 @@ class SamplingParams(_message.Message):
     n: _builtins.int
     """In [1, 64]. Default 1: independent samples of the same prompt."""
     logprobs: _builtins.int
-    """Return the log-probability of the sampled token and of this many of the likeliest. In [0, 20]."""
+    """Return the log-probability of the sampled token and of this many of the likeliest. In [0, 20]. With `only_final`,
+    max_tokens of them must fit into a message; where max_tokens is left out, it is at most as many as do.
+    """
     prompt_logprobs: _builtins.int
-    """The same for the tokens of the prompt. In [0, 20]."""
+    """The same for the tokens of the prompt, in `done`. In [0, 20]; all must fit into a message of 4 MiB. The prefix cache
+    is not read for such a request, since what it holds was computed already, but filled.
+    """
     logprobs_mode: Global___LogprobsMode.ValueType
-    """Which values `logprobs` reports."""
+    """Which values `logprobs` and `prompt_logprobs` report."""
     truncate_prompt_tokens: _builtins.int
     """Keep only the last so many tokens of the prompt. >= 1."""
     skip_special_tokens: _builtins.bool
     """Default true: special tokens leave no text."""
     spaces_between_special_tokens: _builtins.bool
-    """Default true. Kept for compatibility with slow tokenizers."""
+    """Default true. With skip_special_tokens false only: whether special tokens that follow each other directly are
+    separated by spaces where the tokenizer would do so; false leaves the bare text of each.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At most 16 strings of at most 256 bytes, none empty. The text ends before the first that appears."""
@@ -458,7 +468,9 @@ class TokenLogprobs(_message.Message):
 
     @_typing.final
     class Position(_message.Message):
-        """One position."""
+        """One position. It is empty where nothing precedes the token, which is so for the first of the prompt, or where what
+        was known of it was lost: the request was computed anew after a lost group, and its control plane died later.
+        """
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -466,10 +478,10 @@ class TokenLogprobs(_message.Message):
         LOGPROBS_FIELD_NUMBER: _builtins.int
         RANK_FIELD_NUMBER: _builtins.int
         rank: _builtins.int
-        """Rank of the first token, 1 is the likeliest; 0 where nothing precedes it (first prompt token)."""
+        """Rank of the first token, 1 is the likeliest; 0 where the position is empty."""
         @_builtins.property
         def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-            """The sampled or given token first."""
+            """The sampled or given token first, then the likeliest, of which it may be one. Of equals the lower id is likelier."""
 
         @_builtins.property
         def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:

@@ -1169,7 +1169,9 @@ class SnapshotResponse(_message.Message):
 
         @_builtins.property
         def logprobs(self) -> _scheduler_delta_pb2.RowLogprobs:
-            """Kept log-probabilities of its output."""
+            """Kept log-probabilities: `sampled` of its output, a position a token from the first on, `prompt` of its prompt. More
+            than fits into one message follows in `more_logprobs`. Of several rows that share a prompt the first tells it.
+            """
 
         def __init__(
             self,
@@ -1200,6 +1202,7 @@ class SnapshotResponse(_message.Message):
         REASON_FIELD_NUMBER: _builtins.int
         CONTROL_BLOB_FIELD_NUMBER: _builtins.int
         AGE_S_FIELD_NUMBER: _builtins.int
+        LOGPROBS_FIELD_NUMBER: _builtins.int
         request_id: _builtins.str
         """The request."""
         sample_index: _builtins.int
@@ -1216,6 +1219,10 @@ class SnapshotResponse(_message.Message):
         def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
             """All tokens that count."""
 
+        @_builtins.property
+        def logprobs(self) -> _scheduler_delta_pb2.RowLogprobs:
+            """As in Row, for the tokens that count. Unset also where there are too many to be kept."""
+
         def __init__(
             self,
             *,
@@ -1226,10 +1233,11 @@ class SnapshotResponse(_message.Message):
             reason: _scheduler_delta_pb2.RowFinished.Reason.ValueType = ...,
             control_blob: _builtins.bytes = ...,
             age_s: _builtins.float = ...,
+            logprobs: _scheduler_delta_pb2.RowLogprobs | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "control_blob", b"control_blob", "num_prompt_tokens", b"num_prompt_tokens", "reason", b"reason", "request_id", b"request_id", "sample_index", b"sample_index", "token_ids", b"token_ids"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "control_blob", b"control_blob", "logprobs", b"logprobs", "num_prompt_tokens", b"num_prompt_tokens", "reason", b"reason", "request_id", b"request_id", "sample_index", b"sample_index", "token_ids", b"token_ids"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1267,6 +1275,7 @@ class SnapshotResponse(_message.Message):
     ROW_FIELD_NUMBER: _builtins.int
     TOMBSTONE_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    MORE_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___SnapshotResponse.Header:
         """First."""
@@ -1283,6 +1292,10 @@ class SnapshotResponse(_message.Message):
     def block_hashes(self) -> Global___SnapshotResponse.BlockHashes:
         """Hashes."""
 
+    @_builtins.property
+    def more_logprobs(self) -> _scheduler_delta_pb2.RowLogprobs:
+        """More of the row or the tombstone before it, in the order of its tokens."""
+
     def __init__(
         self,
         *,
@@ -1290,12 +1303,13 @@ class SnapshotResponse(_message.Message):
         row: Global___SnapshotResponse.Row | None = ...,
         tombstone: Global___SnapshotResponse.Tombstone | None = ...,
         block_hashes: Global___SnapshotResponse.BlockHashes | None = ...,
+        more_logprobs: _scheduler_delta_pb2.RowLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "header", b"header", "part", b"part", "row", b"row", "tombstone", b"tombstone"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "header", b"header", "more_logprobs", b"more_logprobs", "part", b"part", "row", b"row", "tombstone", b"tombstone"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "header", b"header", "part", b"part", "row", b"row", "tombstone", b"tombstone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "header", b"header", "more_logprobs", b"more_logprobs", "part", b"part", "row", b"row", "tombstone", b"tombstone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "row", "tombstone", "block_hashes"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "row", "tombstone", "block_hashes", "more_logprobs"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 

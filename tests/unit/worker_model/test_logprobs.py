@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from worker_service.sampling.logprobs import (
     AskedLogprobs,
     OutputLogprobs,
     ScoreReport,
-    by_row,
+    StepLogprobs,
     prompt_spans,
     report_arrays,
 )
@@ -126,11 +127,43 @@ def test_each_row_is_told_of_the_scores_and_as_many_as_it_asked_for() -> None:
     chosen = np.array([10, 20, 30, 40, 50], np.int32)
     found = noting.take(chosen, report_tensors)
     assert noting.shapes == [(1, 2), (5, 0), (11, 3)]
-    assert [one.width for one in found] == [3, 1, 4]
-    assert found[0] == of_tensors(raw[:1], [10], 2, True).columns(0, 1, 2)
-    assert found[1].values[0] == raw[2, 30]
-    assert found[2] == of_tensors(processed[4:], [50], 3, True).columns(0, 1, 3)
-    assert [one.req_index for one in by_row(noting, found, [], [])] == [1, 5, 11]
+    assert {row: one.width for row, one in found.items()} == {1: 3, 5: 1, 11: 4}
+    assert found[1] == of_tensors(raw[:1], [10], 2, True).columns(0, 1, 2)
+    assert found[5].values[0] == raw[2, 30]
+    assert found[11] == of_tensors(processed[4:], [50], 3, True).columns(0, 1, 3)
+
+
+def test_what_one_rank_decided_reads_the_same_on_every_rank() -> None:
+    rows = np.array([1, 2, 4], np.int32)
+    work = StepWork(
+        step=1,
+        mode=Mode.RUN,
+        rows=rows,
+        num_computed_tokens=np.array([6, 0, 3], np.int32),
+        num_scheduled_tokens=np.array([1, 5, 2], np.int32),
+        samples=np.array([True, False, True]),
+    )
+    asks = {1: asked(num_logprobs=1), 2: asked(num_prompt_logprobs=0), 4: asked(num_logprobs=0, num_prompt_logprobs=2)}
+    num_prompt = np.array([0, 6, 9, 0, 5], np.int32)
+    output_rank, other = (
+        StepLogprobs({row: replace(one) for row, one in asks.items()}, work, num_prompt) for _ in "ab"
+    )
+    scores = random_scores(9, seed=6)
+    output_rank.output.note_raw(scores[:2])
+    chosen = np.array([8, 9], np.int32)
+    prompts = [
+        of_tensors(scores[2:7], [5, 6, 7, 8, 9], 0, True).columns(0, 5, 0),
+        of_tensors(scores[7:8], [4], 2, True).columns(0, 1, 2),
+    ]
+    raw = output_rank.to_bytes(chosen, output_rank.output.take(chosen, report_tensors), prompts)
+    token_ids, told = other.from_bytes(raw)
+    assert token_ids.tolist() == [8, 9]
+    assert [one.req_index for one in told] == [1, 2, 4]
+    assert [one.first_position for one in told] == [0, 1, 4]
+    assert (told[0].prompt, told[1].sampled) == (None, None)
+    assert told[0].sampled == of_tensors(scores[:1], [8], 1, True).columns(0, 1, 1)
+    assert told[1].prompt == prompts[0]
+    assert (told[2].sampled, told[2].prompt) == (of_tensors(scores[1:2], [9], 0, True).columns(0, 1, 0), prompts[1])
 
 
 def test_rows_that_did_not_ask_cost_nothing() -> None:
@@ -138,7 +171,7 @@ def test_rows_that_did_not_ask_cost_nothing() -> None:
     assert not noting
     noting.note_raw(None)
     noting.note_processed(None)
-    assert noting.take(np.zeros(2, np.int32), report_tensors) == []
+    assert noting.take(np.zeros(2, np.int32), report_tensors) == {}
 
 
 def chunks(*spans: tuple[int, int, int]) -> StepWork:
