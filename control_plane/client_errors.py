@@ -32,7 +32,8 @@ def error_of_loss(loss: LossReason, *, has_started: bool) -> ManipleError:
     if not has_started:
         return GroupLostBeforeStart(f"the group was lost before the request started: {loss.reason}")
     if loss.kind is LossKind.FENCED:
-        return TakenOver(f"another control plane holds the group: {loss.reason}")
+        where = {"owner_address": loss.owner_address} if loss.owner_address else {}
+        return TakenOver(f"another control plane holds the group: {loss.reason}", metadata=where)
     if loss.kind is LossKind.UNPROVEN:
         return TakenOver(f"another control plane may hold the group: {loss.reason}")
     return GroupLost(f"the group was lost: {loss.reason}")

@@ -1,7 +1,7 @@
 """Find out, before a lost group's clients are told so, whether the group is still ours (PROTOCOL D, teardown).
 
 Where ranks outlive their owners, another one may have taken the group over while we heard nothing. Then it goes on with
-the requests, and "lost, start over" would be wrong.
+the requests, and "lost, start over" would be wrong: clients are told to resume, and where.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kind_of_loss(words: Iterable[Word]) -> LossKind:
 async def confirm(
     loss: LossReason, executor: Executor, epoch: Epoch, incarnations: Mapping[Rank, str], *, timeout_s: float
 ) -> LossReason:
-    """Ask the ranks, all at once, and return the loss as what it turns out to be.
+    """Ask the ranks, all at once, and return the loss as what it turns out to be. One that fenced us stays that.
 
     Args:
         loss: as the watchdog saw it.
@@ -49,6 +49,7 @@ async def confirm(
         incarnations: of the ranks that are not known to have ended.
         timeout_s: for an answer. The clients wait for it.
     """
+    owners: dict[int, str] = {}  # epoch -> address of its owner
 
     async def ask(rank: Rank) -> Word:
         try:
@@ -58,8 +59,12 @@ async def confirm(
         assert isinstance(reply, worker_pb2.DescribeResponse)
         if reply.incarnation_id != incarnations[rank]:
             return Word.GONE
-        return Word.OURS if reply.epoch == epoch else Word.OTHERS  # a rank's epoch only grows
+        if reply.epoch == epoch:
+            return Word.OURS
+        owners[reply.epoch] = reply.owner_address
+        return Word.OTHERS  # a rank's epoch only grows
 
     words = await asyncio.gather(*map(ask, incarnations))
     has_ended = [Word.GONE] if len(incarnations) < executor.world_size else []
-    return replace(loss, kind=kind_of_loss([*words, *has_ended]))
+    kind = loss.kind if loss.kind is LossKind.FENCED else kind_of_loss([*words, *has_ended])
+    return replace(loss, kind=kind, owner_address=owners[max(owners)] if owners else "")

@@ -24,6 +24,7 @@ class LossReason:
     rank: Rank | None
     reason: str
     kind: LossKind = LossKind.LOST
+    owner_address: str = ""  # where the owner that fenced us answers clients, if a rank said so
 
 
 class GroupNotFormed(Exception):

@@ -329,7 +329,7 @@ class WorkerGroup:
         self._lost.set()
         if self.facts is None or self._tenure is None:
             return  # form() raises it and tears down
-        if self.executor.outlives_owner and loss.kind is LossKind.LOST:
+        if self.executor.outlives_owner:
             self.on_health(False, loss.reason)  # at once; the rest must wait for an answer
             self._last_word = asyncio.create_task(self._ask_for_the_last_word(self._tenure, loss))
         else:
@@ -337,7 +337,7 @@ class WorkerGroup:
 
     async def _ask_for_the_last_word(self, tenure: Tenure, loss: LossReason) -> None:
         loss = await confirm(loss, self.executor, tenure.epoch, tenure.living(), timeout_s=_FAREWELL_S)
-        log.info("loss.confirmed", epoch=tenure.epoch, kind=loss.kind.value)
+        log.info("loss.confirmed", epoch=tenure.epoch, kind=loss.kind.value, owner_address=loss.owner_address)
         self._tell_loss(loss)
 
     def _tell_loss(self, loss: LossReason) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
+from control_plane.executors.rpc_errors import error_of_call
 from maniple.v1 import errors_pb2, inference_pb2, inference_pb2_grpc
+from service_chassis.errors import TakenOver
 from support.takeover import Lost, Reading, Ready, StageProgress, all_free, prompt_of, site
 
 
@@ -41,6 +43,10 @@ async def test_owner_that_was_replaced_in_its_sleep_ends_its_clients_and_touches
                 await read_on(held, messages)
             assert ended.value.code() is grpc.StatusCode.ABORTED
             assert messages[-1].error.reason == errors_pb2.ERROR_REASON_TAKEN_OVER
+            assert messages[-1].error.owner_address == spare.address
+            refused = error_of_call(ended.value)
+            assert isinstance(refused, TakenOver)
+            assert refused.metadata["owner_address"] == spare.address
             await reading.whole()
             assert len(reading.token_ids) > num_before
             # The one that was replaced waits like any other spare, for as long as the new owner lives.

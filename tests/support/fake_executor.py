@@ -28,7 +28,7 @@ class FakeRank:
         self.tokens = tokens
         self.incarnation_id = f"incarnation-{rank}"
         self.epoch = 0
-        self.owner_id = ""
+        self.owner_id = self.owner_address = ""
         self.deltas: list[Delta] = []  # accepted, in order
         self.raw_deltas: list[bytes] = []  # every delta that arrived, resends and refused ones included
         self.calls: list[str] = []
@@ -196,7 +196,11 @@ class FakeExecutor(Executor):
         )
         replies: dict[str, Message] = {
             "Describe": worker_pb2.DescribeResponse(
-                incarnation_id=fake.incarnation_id, epoch=fake.epoch, min_protocol_version=1, max_protocol_version=1
+                incarnation_id=fake.incarnation_id,
+                epoch=fake.epoch,
+                owner_address=fake.owner_address,
+                min_protocol_version=1,
+                max_protocol_version=1,
             ),
             "Join": worker_pb2.JoinResponse(epoch=fake.epoch, incarnation_id=fake.incarnation_id),
             "FormGroup": worker_pb2.FormGroupResponse(device="fake", backend="none"),

@@ -74,9 +74,12 @@ async def test_group_is_lost_when_a_survivor_says_that_it_is_ours() -> None:
 async def test_group_is_another_owners_when_a_survivor_says_so_and_nothing_is_touched() -> None:
     def is_granted(survivor: FakeRank) -> None:
         survivor.epoch += 1
+        survivor.owner_address = "other:1"
 
     executor = RemoteRanks(2)
-    assert (await lose(executor, is_granted)).kind is LossKind.FENCED
+    loss = await lose(executor, is_granted)
+    assert loss.kind is LossKind.FENCED
+    assert loss.owner_address == "other:1"
     assert executor.fakes[0].goodbyes == []
     assert "Leave" not in executor.fakes[0].calls
     assert executor.was_let_go
