@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from control_plane.executors.ray_surroundings import in_placement_group
-from control_plane.executors.selection import EXECUTORS, MP, REMOTE, UNI, Surroundings, choose_executor
+from control_plane.executors.selection import AUTO, EXECUTORS, MP, RAY, REMOTE, UNI, Surroundings, choose_executor
 from control_plane.executors.worker_addresses import DNS, address_rule, one_per_rank
+from control_plane.model_store import looks_like_path, missing_rule
 from service_chassis.errors import ConfigurationError
 from service_chassis.server_address import is_wildcard
 from service_chassis.settings import (
@@ -104,7 +105,8 @@ class ControlPlaneConfig:
     model: str = setting("demo", topic=MODEL, read=read_text, rule=lambda v: "" if v else "must not be empty")
     """What to serve: `demo` (a small chat model, fetched once), a directory with safetensors and tokenizer.json, a hub
     id such as `HuggingFaceTB/SmolLM2-135M-Instruct`, a `.gguf` file, or `scripted` (no weights: a hash of the tokens,
-    for tests and client authors)."""
+    for tests and client authors). Workers that run elsewhere read the same path; where only they have that directory,
+    tokenizer and configuration come from rank 0."""
 
     served_model_name: tuple[str, ...] = setting(
         (), topic=MODEL, read=_read_names, rule=_names_rule, metavar="NAME", many=True
@@ -364,7 +366,7 @@ def load_config(flags: Mapping[str, str], environ: Mapping[str, str] = os.enviro
         # An unreadable value has its default by now, so that a contradiction with it would be no news.
         faults += [fault for fault in error.faults if fault[0] not in unreadable]
     if "model" not in unreadable:
-        faults += model_faults(values.get("model", "demo"))
+        faults += model_faults(values.get("model", "demo"), workers_elsewhere=_may_be_elsewhere(values))
     if faults:
         raise ConfigurationError(faults)
     return config
@@ -373,11 +375,18 @@ def load_config(flags: Mapping[str, str], environ: Mapping[str, str] = os.enviro
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def model_faults(model: str) -> list[Fault]:
+def _may_be_elsewhere(values: Mapping[str, object]) -> bool:
+    """Whether workers may run on other machines, before anything is chosen for ``auto``."""
+    asked_for = values.get("executor", AUTO)
+    if asked_for == AUTO:
+        return bool(values.get("worker_addresses")) or in_placement_group()
+    return asked_for in (REMOTE, RAY)
+
+
+def model_faults(model: str, *, workers_elsewhere: bool = False) -> list[Fault]:
     """Say what is wrong with a model's name before anything is fetched or opened."""
     if not model or model == "demo" or model == "scripted" or model.startswith("scripted:"):
         return []
-    looks_like_path = model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf")
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -387,9 +396,9 @@ def model_faults(model: str) -> list[Fault]:
         return []
     if path.is_file():
         return [] if path.suffix == ".gguf" else [("model", model, "is a file, but not a .gguf file")]
-    if looks_like_path:
-        return [("model", model, "does not exist")]
-    if not _HUB_ID.fullmatch(model):
+    if rule := missing_rule(model, workers_elsewhere=workers_elsewhere):
+        return [("model", model, rule)]
+    if not looks_like_path(model) and not _HUB_ID.fullmatch(model):
         return [("model", model, "is neither a path that exists nor a hub id such as owner/name")]
     return []
 
@@ -516,4 +525,4 @@ def _own_name(model: str) -> str:
     path = Path(model).expanduser()
     if path.exists():
         return path.resolve().name.removesuffix(".gguf")
-    return model
+    return path.name if looks_like_path(model) else model

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from enum import Enum
 
 from control_plane.engine import Engine
+from control_plane.executors.base import Executor
 from control_plane.fleet import LOST, Fleet
 from control_plane.group.backoff import Backoff
 from control_plane.group.batch_snapshot import BatchSnapshot, SnapshotUnreadable
@@ -17,11 +18,13 @@ from control_plane.group.settings import GroupFacts
 from control_plane.group.takeover import Adopted
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.handover import HandoverSettings, NextOwner, ResumeAt
-from service_chassis.errors import ManipleError
+from service_chassis.errors import ConfigurationError, ManipleError
 from service_chassis.ids import Rank
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
+
+Prepare = Callable[[Executor], Awaitable[None]]
 
 # Ranks that were told to leave need a moment to be gone, and a group that went to another owner is not in a hurry.
 _READOPT_S = 0.2
@@ -47,6 +50,7 @@ class GroupKeeper:
         on_group_loss: OnGroupLoss,
         backoff: Backoff,
         progress: ProgressCallback,
+        prepare: Prepare | None = None,
         on_lost: Callable[[str, float | None], None] = lambda reason, retry_in_s: None,
         on_formed: Callable[[GroupFacts], None] = lambda facts: None,
         clock: Callable[[], float] = time.monotonic,
@@ -62,6 +66,8 @@ class GroupKeeper:
             on_group_loss: the policy.
             backoff: of this group alone.
             progress: told of every stage of every formation.
+            prepare: fetches from the ranks what an engine needs, once they have their model; called at least once
+                before ``make_engine``, and already while another control plane holds them. Raises as ``start``.
             on_lost: told of a loss, or of a formation that failed after one, and when the next attempt comes, if any.
             on_formed: told when the group lives again after a loss.
             clock: the backoff's.
@@ -73,6 +79,7 @@ class GroupKeeper:
         self._on_group_loss = on_group_loss
         self._backoff = backoff
         self._progress = progress
+        self._prepare = prepare
         self._on_lost = on_lost
         self._on_formed = on_formed
         self._clock = clock
@@ -83,6 +90,7 @@ class GroupKeeper:
         self._loss: LossReason | None = None
         self._lost = asyncio.Event()
         self._survivors: BatchSnapshot | None = None  # of a batch that could not be taken over
+        self._preparing: asyncio.Task[None] | None = None  # while another control plane holds the group
 
     async def start(self) -> GroupFacts:
         """Form the group, or take it over, and seat its engine.
@@ -95,6 +103,8 @@ class GroupKeeper:
         adopted = await self._get_group()
         assert self._group is not None
         facts = adopted.facts
+        if self._prepare is not None:
+            await self._prepare_for(self._group, self._prepare)
         try:
             self._engine = self._make_engine(self._group, adopted, self._survivors)
         except SnapshotUnreadable as error:
@@ -116,6 +126,22 @@ class GroupKeeper:
         )
         return facts
 
+    async def _prepare_for(self, group: WorkerGroup, prepare: Prepare) -> None:
+        try:
+            await prepare(group.executor)
+            if group.loss is not None:  # meanwhile, and no engine was there to be told
+                raise GroupNotFormed(group.loss)
+        except (GroupNotFormed, ConfigurationError) as error:
+            await group.teardown(str(error))
+            raise
+
+    async def _prepare_early(self, group: WorkerGroup, prepare: Prepare) -> None:
+        """Be quicker when the group is ours. Nothing depends on it: ranks that load have nothing to give yet."""
+        try:
+            await prepare(group.executor)
+        except (GroupNotFormed, ConfigurationError) as error:
+            log.info("group.not_prepared", group=self.name, reason=str(error))
+
     async def _get_group(self) -> Adopted:
         """Form a group; where ranks outlive their owners, wait until it is free, and take over what it runs."""
         while True:
@@ -134,6 +160,9 @@ class GroupKeeper:
     def _on_held(self, reason: str, owner_address: str) -> None:
         self._fleet.hold(reason, self.name, owner_address)
         self._progress("wait", Rank(0), 0.0, reason)
+        if self._prepare is not None and self._group is not None and self._preparing is None:
+            early = self._prepare_early(self._group, self._prepare)
+            self._preparing = asyncio.create_task(early, name=f"prepare-{self.name}")
 
     async def hand_over(self, resume_at: ResumeAt, settings: HandoverSettings) -> None:
         """Leave the group, and what runs in it, to the next owner. ``run`` must not be under way any more.
@@ -194,6 +223,10 @@ class GroupKeeper:
         return self._backoff.failed(self._clock())
 
     async def _end_life(self, reason: str) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+            await asyncio.gather(self._preparing, return_exceptions=True)
+            self._preparing = None
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)

@@ -28,6 +28,7 @@ class ModelPlace:
     path: str  # a directory with config.json, tokenizer.json and safetensors, or the string of a scripted model
     source: str  # what the user called it
     name: str  # served under this name where no other is given
+    is_here: bool = True  # False: only the workers have it, at ``path``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,9 @@ def cache_directory() -> Path:
     return Path(os.environ.get("MANIPLE_CACHE") or Path.home() / ".cache" / "maniple").expanduser()
 
 
-def resolve_model(spec: str, progress: Progress, *, cache: Path | None = None) -> ModelPlace:
+def resolve_model(
+    spec: str, progress: Progress, *, cache: Path | None = None, workers_elsewhere: bool = False
+) -> ModelPlace:
     """Return where ``spec`` lies. Blocks, for minutes when something must be fetched.
 
     Args:
@@ -52,6 +55,7 @@ def resolve_model(spec: str, progress: Progress, *, cache: Path | None = None) -
         progress: called with (what, share in [0, 1], detail), from this or another thread. What it raises ends the
             work, with the processes that were started for it; the next call goes on where this one stopped.
         cache: default ``cache_directory()``.
+        workers_elsewhere: they may have a directory that this machine has not.
     Raises:
         ConfigurationError: there is no such model, or it cannot be had; a sentence says why.
         InvalidParameter: the string of a scripted model is wrong.
@@ -68,9 +72,30 @@ def resolve_model(spec: str, progress: Progress, *, cache: Path | None = None) -
         if path.suffix != ".gguf":
             raise ConfigurationError([("model", spec, "is a file, but not a .gguf file")])
         return ModelPlace(path=str(_converted(path.resolve(), models, progress)), source=spec, name=path.stem)
-    if path.suffix == ".gguf" or spec.startswith(("/", "./", "../", "~")):
-        raise ConfigurationError([("model", spec, "does not exist")])
+    if rule := missing_rule(spec, workers_elsewhere=workers_elsewhere):
+        raise ConfigurationError([("model", spec, rule)])
+    if looks_like_path(spec):
+        return ModelPlace(path=os.path.normpath(spec), source=spec, name=path.name, is_here=False)
     return ModelPlace(path=str(model_sources.fetch_from_hub(spec, progress)), source=spec, name=spec)
+
+
+def looks_like_path(spec: str) -> bool:
+    """Whether a model's name can only be meant as a path."""
+    return spec.startswith(("/", "./", "../", "~")) or spec.endswith(".gguf")
+
+
+def missing_rule(spec: str, *, workers_elsewhere: bool) -> str:
+    """Return what is wrong with a name that is no path on this machine, or nothing.
+
+    A path that only workers have must be one wherever they run, and hold what they load as it is.
+    """
+    if not looks_like_path(spec):
+        return ""
+    if not workers_elsewhere:
+        return "does not exist"
+    if spec.endswith(".gguf"):
+        return "does not exist here, where .gguf files are converted"
+    return "" if spec.startswith("/") else "does not exist here, and a directory on the workers must begin with /"
 
 
 def list_models(*, cache: Path | None = None) -> list[StoredModel]:

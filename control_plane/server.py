@@ -27,19 +27,21 @@ from control_plane.doors import admin, health, inference, vllm_engine
 from control_plane.doors.converters import draw_seed
 from control_plane.doors.elsewhere import Elsewhere
 from control_plane.doors.served_model import ServedModel
+from control_plane.executors.selection import RAY, REMOTE
 from control_plane.fleet import Fleet
 from control_plane.group.allowance import Allowance
 from control_plane.group.backoff import Backoff
 from control_plane.group.loss import GroupNotFormed, LossReason
 from control_plane.group.settings import GroupFacts
 from control_plane.group.worker_group import WorkerGroup
-from control_plane.group_keeper import GroupKeeper, OnGroupLoss
+from control_plane.group_keeper import GroupKeeper, OnGroupLoss, Prepare
 from control_plane.handover import HandoverSettings
 from control_plane.model_split import check_split
 from control_plane.model_store import ModelPlace, resolve_model
 from control_plane.relay import OwnerChannels, Relay
 from control_plane.stop_signals import StopSignals
-from control_plane.text.model_text import ModelText, load_model_text
+from control_plane.text.model_text import load_model_text
+from control_plane.text_on_workers import TextOnWorkers
 from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from service_chassis.ids import Rank
@@ -120,13 +122,14 @@ class ControlPlane:
         if self._config.record_deltas:
             self._recorder = DeltaRecorder.at(self._config.record_deltas)
         try:
-            place = await _unless_stopped(
-                asyncio.to_thread(resolve_model, self._config.model, self._model_progress), signals
-            )
-            check_split(place.path, self._config.tensor_parallel_size)
-            text = await _unless_stopped(asyncio.to_thread(load_model_text, place.path), signals)
-            await self._open_doors(place, text)
-            await _unless_stopped(self._start_keeping(place, text), signals)
+            place = await _unless_stopped(asyncio.to_thread(self._find_model), signals)
+            text = None
+            if place.is_here:
+                check_split(place.path, self._config.tensor_parallel_size)
+                text = await _unless_stopped(asyncio.to_thread(load_model_text, place.path), signals)
+            served = ServedModel(names=self._config.served_model_name, source=place.source, text=text)
+            await self._open_doors(served)
+            await _unless_stopped(self._start_keeping(place, served), signals)
         except _Interrupted:
             self._stopping.set()
             if self._fleet.ready:  # some group served already
@@ -166,15 +169,18 @@ class ControlPlane:
 
     # Starting
 
+    def _find_model(self) -> ModelPlace:
+        workers_elsewhere = self._config.executor in (REMOTE, RAY)
+        return resolve_model(self._config.model, self._model_progress, workers_elsewhere=workers_elsewhere)
+
     def _model_progress(self, what: str, share: float, detail: str) -> None:
         if self._stopping.is_set():  # ends the program that fetches or converts
             raise _Interrupted
         self._fleet.report(f"{what} {share:.0%}")
         self._announce(StageProgress(what, Rank(0), share, detail))
 
-    async def _open_doors(self, place: ModelPlace, text: ModelText) -> None:
+    async def _open_doors(self, served: ServedModel) -> None:
         config, fleet = self._config, self._fleet
-        served = ServedModel(names=config.served_model_name, source=place.source, text=text)
         release = version("maniple")
         new_seed = draw_seed if config.seed is None else partial(random.Random(config.seed).getrandbits, 64)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
@@ -191,11 +197,12 @@ class ControlPlane:
         await self._server.start()
         log.info("server.started", address=self._address)
 
-    async def _start_keeping(self, place: ModelPlace, text: ModelText) -> None:
+    async def _start_keeping(self, place: ModelPlace, served: ServedModel) -> None:
         """Form all groups, side by side, until each is ours or another's. One that cannot be formed ends the start."""
         names = [str(index) for index in range(self._config.num_groups)]
         self._fleet.expect(names)
-        self._keepers = [self._keeper(index, name, place, text) for index, name in enumerate(names)]
+        prepare = None if place.is_here else TextOnWorkers(place.path, served.learn).learn
+        self._keepers = [self._keeper(index, name, place, served, prepare) for index, name in enumerate(names)]
         self._fleet.on_readiness(lambda ready: self._news.set())
         for keeper in self._keepers:
             task = asyncio.create_task(self._keep(keeper), name=f"keeper-{keeper.name}")
@@ -221,7 +228,9 @@ class ControlPlane:
             self._announce_ready()
         return await keeper.run()
 
-    def _keeper(self, index: int, name: str, place: ModelPlace, text: ModelText) -> GroupKeeper:
+    def _keeper(
+        self, index: int, name: str, place: ModelPlace, served: ServedModel, prepare: Prepare | None
+    ) -> GroupKeeper:
         config = self._config
         group = name if config.num_groups > 1 else ""  # for people: one group needs no name
 
@@ -243,13 +252,14 @@ class ControlPlane:
                 config,
                 alive,
                 adopted.facts,
-                text.tokenizer,
+                served.text.tokenizer,
                 self._fleet.ids,
                 adopted=adopted.snapshot,
                 survivors=survivors,
             ),
             on_group_loss=OnGroupLoss(config.on_group_loss),
             backoff=Backoff(config.max_group_failures),
+            prepare=prepare,
             progress=lambda stage, rank, share, detail: self._announce(
                 StageProgress(stage, rank, share, detail, group)
             ),

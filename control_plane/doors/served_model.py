@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from control_plane.text.model_text import ModelText
-from service_chassis.errors import UnknownModel, clip
+from service_chassis.errors import NotReady, UnknownModel, clip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """The one model that this control plane serves."""
 
-    names: tuple[str, ...]  # at least one; the first is preferred
-    source: str  # what the user called it
-    text: ModelText
+    def __init__(self, *, names: tuple[str, ...], source: str, text: ModelText | None) -> None:
+        """Take what is known.
+
+        Args:
+            names: at least one; the first is preferred.
+            source: what the user called it.
+            text: None where it comes from the workers, see ``learn``.
+        """
+        self.names = names
+        self.source = source
+        self._text = text
+
+    @property
+    def text(self) -> ModelText:
+        """Its text side. Raises ``NotReady`` until the workers have sent it."""
+        if self._text is None:
+            raise NotReady("not accepting requests: the model's tokenizer is with the workers, and not fetched yet")
+        return self._text
+
+    def learn(self, text: ModelText) -> None:
+        """Take the text side that came from the workers."""
+        self._text = text
 
     def check_name(self, name: str) -> None:
         """Raise ``UnknownModel`` unless ``name`` is unset or one of the served names."""

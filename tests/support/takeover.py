@@ -144,9 +144,9 @@ class Site:
 
 
 @asynccontextmanager
-async def site(directory: Path, *, world_size: int = WORLD_SIZE) -> AsyncIterator[Site]:
+async def site(directory: Path, *, world_size: int = WORLD_SIZE, worker_cwd: Path | None = None) -> AsyncIterator[Site]:
     """Start workers; at the end none of them was restarted, and nothing outlives the block."""
-    with remote_ranks(world_size, directory=directory) as ranks:
+    with remote_ranks(world_size, directory=directory, cwd=worker_cwd) as ranks:
         one = Site(ranks, directory)
         pids = one.worker_pids()
         try:

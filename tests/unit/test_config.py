@@ -313,6 +313,23 @@ def test_worker_addresses_that_can_never_be_all_ranks_are_refused(addresses: str
         resolve_auto(load_config(flags | {"worker_addresses": fine}, {}), has_gpu=False, on_terminal=False)
 
 
+def test_directory_that_only_workers_elsewhere_may_have_is_theirs_to_find() -> None:
+    elsewhere = {"worker_addresses": "a:1"}
+    config = load_config({"model": "/models/of/theirs", **elsewhere}, {})
+    resolved = resolve_auto(config, has_gpu=False, on_terminal=False)
+    assert resolved.served_model_name == ("theirs",)
+    assert load_config({"model": "/models/of/theirs", "executor": "ray"}, {}).model == "/models/of/theirs"
+    for flags, rule in (
+        ({"model": "/models/of/theirs"}, "does not exist"),
+        ({"model": "/models/of/theirs", "executor": "mp"}, "does not exist"),
+        ({"model": "./theirs", **elsewhere}, "does not exist here, and a directory on the workers must begin with /"),
+        ({"model": "/theirs.gguf", **elsewhere}, "does not exist here, where .gguf files are converted"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            load_config(flags, {})
+        assert caught.value.faults == [("model", flags["model"], rule)]
+
+
 def test_threads_of_workers_that_run_already_are_refused() -> None:
     config = load_config({"model": "scripted", "worker_addresses": "a:1", "num_threads": "2"}, {})
     with pytest.raises(ConfigurationError, match="give it to `maniple worker`"):

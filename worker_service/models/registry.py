@@ -73,7 +73,7 @@ def load_model(
     """
     directory = Path(options.model)
     if not directory.is_dir():
-        raise InvalidParameter("model", options.model, "must be a directory")
+        raise InvalidParameter("model", options.model, "must be a directory where the workers run")
     config = load_config(directory)
     name = config.dtype if options.dtype == "auto" else options.dtype
     if name not in DTYPES:
