@@ -1,0 +1,3 @@
+module maniple.dev
+
+go 1.16
