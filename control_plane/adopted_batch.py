@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from control_plane.control_blob import ControlFacts, ResumeRight, UnreadableBlob, read_blob, sampling_of
 from control_plane.deltas import RowPayload
-from control_plane.generation import FinishReason, Generation, SamplingChoice
+from control_plane.generation import FinishReason, Generation, PoolingChoice, SamplingChoice
 from control_plane.group.batch_snapshot import BatchSnapshot, BuriedRow, LeaveReason, LiveRow, RowStanding
 from control_plane.live_request import LiveRequest
 from control_plane.scheduling import request as scheduled
@@ -120,6 +120,10 @@ def requests_of(snapshot: BatchSnapshot, *, limit_of: LimitOf, tokenizer: Tokeni
     """
     continued, remembered, last_number = [], [], 0
     for known in _grouped(snapshot):
+        if any(row.pools for row in known.rows.values()):
+            # Its client waited for one answer on a connection that died with the owner, and has no way to resume.
+            continued.append(_given_up(known, tokenizer, now))
+            continue
         try:
             facts = read_blob(known.control_blob)
         except UnreadableBlob as error:
@@ -216,7 +220,12 @@ def _given_up(known: _Known, tokenizer: Tokenizer, now: float) -> Continued:
     n = max(row.n for row in known.rows.values())
     first = next(iter(known.rows.values()))
     sampling = SamplingChoice(n=n, max_tokens=max(len(row.token_ids) for row in known.rows.values()))
-    generation = Generation(request_id=known.request_id, prompt_token_ids=known.prompt, sampling=sampling)
+    generation = Generation(
+        request_id=known.request_id,
+        prompt_token_ids=known.prompt,
+        sampling=sampling,
+        pooling=PoolingChoice() if first.pools else None,
+    )
     payload = RowPayload(sampling=first.sampling, control_blob=known.control_blob)
     request = scheduled.Request(
         request_id=known.request_id,
@@ -226,6 +235,7 @@ def _given_up(known: _Known, tokenizer: Tokenizer, now: float) -> Continued:
         arrival=now,
         payload=payload,
         payload_bytes=payload.num_bytes,
+        pools=first.pools,
         outputs=tuple(known.output(index) if index in known.rows else None for index in range(n)),
     )
     live = LiveRequest.of(generation, None, tokenizer, now)

@@ -21,8 +21,11 @@ from control_plane.group.settings import GroupFacts, GroupSettings
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
 from control_plane.text.tokenizer import Tokenizer
-from service_chassis.protocol.version import FEATURE_FULL_SAMPLING
+from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, FEATURE_POOLING
 from service_chassis.scripted import parse_scripted
+
+# Of the vectors in one step's result: the ranks keep the results of some dozen steps.
+MAX_VECTOR_BYTES = 1 << 20
 
 
 def build_group(
@@ -88,6 +91,7 @@ def build_engine(
             num_blocks=facts.num_blocks,
             max_steps_in_flight=facts.max_steps_in_flight,
             max_num_waiting=config.max_num_waiting,
+            max_vectors=max(1, MAX_VECTOR_BYTES // (4 * max(facts.model.hidden_size, 1))),
         ),
         enable_prefix_caching=config.enable_prefix_caching,
         first_step=facts.first_step,
@@ -102,6 +106,7 @@ def build_engine(
         num_blocks=facts.num_blocks,
         max_num_waiting=config.max_num_waiting,
         full_sampling=FEATURE_FULL_SAMPLING in facts.features and (scripted is None or scripted.sampler != "numpy"),
+        pooling=FEATURE_POOLING in facts.features,
         dtype=facts.model.dtype,
     )
     return Engine(

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from control_plane.generation import SamplingChoice
+from control_plane.generation import PoolingChoice, SamplingChoice
 from control_plane.group.batch_snapshot import BatchSnapshot, RowStanding, SnapshotUnreadable
 from control_plane.scheduling.plan import NewRow, PlanMode, ResultMismatch, RowChange, StepPlan, StepTokens
 from control_plane.scheduling.request import FinishReason
 from control_plane.token_digest import TokenDigest
 from maniple.v1 import sampling_pb2
-from maniple.v1.scheduler_delta_pb2 import BlockChange, BlockIds, RowFinished, SchedulerDelta, StepResult
+from maniple.v1.scheduler_delta_pb2 import BlockChange, BlockIds, Pooling, RowFinished, SchedulerDelta, StepResult
 from service_chassis.protocol.digest import StateDigest
 
 _MODES = {PlanMode.RUN: SchedulerDelta.MODE_RUN, PlanMode.APPLY_ONLY: SchedulerDelta.MODE_APPLY_ONLY}
@@ -34,11 +34,17 @@ class RowPayload:
 
     sampling: sampling_pb2.RowSampling
     control_blob: bytes = b""
+    pooling: Pooling | None = None  # set: it ends with a vector
 
     @property
     def num_bytes(self) -> int:
         """What it adds to the delta of each row."""
         return self.sampling.ByteSize() + len(self.control_blob)
+
+
+def row_pooling(choice: PoolingChoice) -> Pooling:
+    """Write out how a row becomes a vector."""
+    return Pooling(kind=Pooling.KIND_MEAN if choice.is_mean else Pooling.KIND_LAST, normalize=choice.normalize)
 
 
 def row_payload(sampling: SamplingChoice, control_blob: bytes = b"") -> RowPayload:
@@ -73,7 +79,10 @@ def step_tokens(result: StepResult, plan: StepPlan) -> StepTokens:
         raise ResultMismatch(f"step {plan.step}: a row yields other than one token, which nobody asked for")
     if len(result.token_ids) != len(plan.rows):
         raise ResultMismatch(f"step {plan.step}: {len(result.token_ids)} tokens for {len(plan.rows)} rows that sample")
-    return StepTokens(plan.step, list(result.token_ids))
+    if tuple(vector.req_index for vector in result.vectors) != plan.pooled_rows:
+        rows = [vector.req_index for vector in result.vectors]
+        raise ResultMismatch(f"step {plan.step}: vectors of rows {rows}, and {list(plan.pooled_rows)} complete theirs")
+    return StepTokens(plan.step, list(result.token_ids), [tuple(vector.values) for vector in result.vectors])
 
 
 class DeltaEncoder:
@@ -161,6 +170,7 @@ class DeltaEncoder:
             deadline_ms=new.deadline_ms,
             cache_namespace=request.cache_namespace,
             control_blob=payload.control_blob,
+            pooling=payload.pooling,
         )
         self._digest.add(new.req_index, new.row_key)
         self._digest.compute(new.req_index, new.num_computed_tokens + new.num_scheduled_tokens)

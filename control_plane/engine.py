@@ -18,7 +18,7 @@ import structlog
 from control_plane.adopted_batch import BatchOfRequests, requests_of
 from control_plane.client_errors import error_of_loss, error_of_refusal
 from control_plane.control_blob import write_blob
-from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, step_tokens
+from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, row_pooling, step_tokens
 from control_plane.engine_status import EngineLimits, EngineStatus, RequestIds
 from control_plane.generation import Cursor, FinishReason, Generation
 from control_plane.generation_stream import GenerationStream
@@ -45,6 +45,7 @@ from service_chassis.errors import (
     InternalError,
     InvalidParameter,
     ManipleError,
+    NotBuilt,
     NotReady,
     TakenOver,
 )
@@ -175,6 +176,7 @@ class Engine:
             DuplicateRequest: the id runs, or finished less than a minute ago.
             QueueFull: too many requests wait.
             InvalidParameter: it can never run here.
+            NotBuilt: it asks for a vector, and the workers of the group are of a release that makes none.
             InternalError: it cannot be written down for the workers, which a door should have noticed.
         """
         if not self.admits:
@@ -187,6 +189,8 @@ class Engine:
         if not self.limits.full_sampling and (beyond := sampling.beyond_plain()) is not None:
             rule = "the scripted model without torch serves greedy, seeded and forced output"
             raise InvalidParameter(*beyond, rule)
+        if generation.pooling is not None and not self.limits.pooling:
+            raise NotBuilt("the workers of this group cannot embed: they are of an earlier release")
         request = scheduled.Request(
             request_id=request_id,
             prompt_token_ids=generation.prompt_token_ids,
@@ -199,6 +203,7 @@ class Engine:
             deadline=generation.deadline,
             cache_namespace=generation.cache_namespace,
             skip_reading_prefix_cache=generation.skip_reading_prefix_cache,
+            pools=generation.pooling is not None,
         )
         if (refusal := self._scheduler.refusal(request)) is not None:
             raise error_of_refusal(refusal, len(generation.prompt_token_ids))
@@ -223,7 +228,8 @@ class Engine:
         self._num_arrived += 1
         payload = row_payload(generation.sampling)
         blob = write_blob(generation, payload.sampling, arrival_number=self._num_arrived, right=live.right)
-        payload = replace(payload, control_blob=blob)
+        pooling = row_pooling(generation.pooling) if generation.pooling is not None else None
+        payload = replace(payload, control_blob=blob, pooling=pooling)
         SchedulerDelta().new_requests.add(
             request_id=generation.request_id,
             token_ids=generation.prompt_token_ids,
@@ -461,11 +467,13 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         now = self.now()
         num_tokens = 0
-        for request, index, token_ids, finish, matched_token_id in outputs:
+        for request, index, token_ids, finish, matched_token_id, vector in outputs:
             num_tokens += len(token_ids)
             live = self._live.get(request.request_id)
             if live is None:
                 continue  # ended meanwhile
+            if vector is not None and live.stream is not None:
+                live.stream.put_vector(vector)
             reason = _REASONS[finish] if finish is not None else None
             if live.push(index, token_ids, reason, matched_token_id, now) is not None and finish is None:
                 self._scheduler.finish(request.request_id, scheduled.FinishReason.STOP, sample_index=index)
@@ -560,7 +568,8 @@ class Engine:
     def _wait_for_client(self, live: LiveRequest, grace_s: float) -> None:
         self._live.enter(live)
         if live.is_over:
-            self._end(live, None)
+            # Nobody can ask for a vector again but by its id.
+            self._end(live, None, frees_id=live.generation.pooling is not None)
         else:
             self._live.detach(live, self.now() + grace_s)
 
@@ -587,7 +596,7 @@ class Engine:
         address = "" if self.is_idle else await next_owner.address(within_s=SPARE_WITHIN_S)
         where = {"owner_address": address} if address else {}
         for live in self._live:
-            if live.started_at is None:
+            if live.started_at is None or live.generation.pooling is not None:  # a vector is nowhere before it is whole
                 self._end(live, NotReady("the control plane hands over to another", metadata=where), frees_id=True)
             elif live.stream is None or live.generation.client_resumes:
                 self._end(live, TakenOver("the control plane handed the group over", metadata=where))

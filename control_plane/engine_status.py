@@ -28,6 +28,7 @@ class EngineLimits:
     num_blocks: int  # the null block included
     max_num_waiting: int
     full_sampling: bool = True  # False: greedy and seeded draws alone (the scripted model without torch)
+    pooling: bool = True  # False: the workers are of a release that cannot embed
     dtype: str = ""  # of the weights, as the workers loaded them
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -68,6 +69,14 @@ class TextChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingChoice:
+    """How a prompt becomes one vector."""
+
+    is_mean: bool = False  # of all its tokens' hidden states; else the last token's
+    normalize: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """One admitted-to-be request, checked by its door against the model and the limits."""
 
@@ -84,6 +93,7 @@ class Generation:
     client_resumes: bool = False  # its client can take it up elsewhere; else a handover reads on for it
     client_identity: str = ""  # as authentication knows the caller; empty without
     traceparent: str = ""
+    pooling: PoolingChoice | None = None  # set: its only output is a vector, nothing is sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +125,13 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """The vector of a generation that pools, before its end."""
+
+    vector: Sequence[float]  # as long as the hidden size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFinished:
     """The end of one sample, after its last chunk."""
 
@@ -136,4 +153,4 @@ class Done:
     duration_s: float
 
 
-Event = Started | Chunk | SampleFinished | Done
+Event = Started | Chunk | Embedded | SampleFinished | Done

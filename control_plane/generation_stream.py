@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from control_plane.generation import Chunk, Done, Event, Generation, SampleFinished, Started
+from control_plane.generation import Chunk, Done, Embedded, Event, Generation, SampleFinished, Started
 from service_chassis.errors import Cancelled, ManipleError
 
 
@@ -41,6 +41,10 @@ class GenerationStream:
         else:
             chunk.token_ids += token_ids
             chunk.text += text
+
+    def put_vector(self, vector: Sequence[float]) -> None:
+        """Give a request that pools its vector."""
+        self._put(Embedded(vector=vector))
 
     def put_finished(self, finished: SampleFinished) -> None:
         """End one sample."""

@@ -6,7 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
-from worker_service.step_work import TableChange, TableOp
+from worker_service.step_work import Pooling, TableChange, TableOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class Row:
     num_known_tokens: int  # while it does not decode; a decode row knows one token more than it has computed
     tables: list[list[int]] = field(default_factory=list)  # KV group -> block ids; 0 where dropped
     state_slots: dict[int, int] = field(default_factory=dict)  # KV group -> slot, for groups without blocks
+    pooling: Pooling | None = None  # set: it never decodes
 
     def covered_tokens(self, block_size: int) -> int:
         """Tokens for which every KV group has room."""
@@ -63,6 +64,8 @@ class RowDraft:
     slot_groups: set[int]  # KV groups with a state slot, which need no blocks
     num_scheduled_tokens: int | None = None  # None: not said
     samples: bool = False  # it samples at the end of this step and decodes from the next on
+    pooling: Pooling | None = None
+    pools: bool = False  # its vector is complete at the end of this step; from the next on it does nothing
 
     def covered_tokens(self, block_size: int) -> int:
         """Tokens for which every KV group has room."""

@@ -125,6 +125,7 @@ class BatchState:
             num_computed_tokens=num_computed,
             num_scheduled_tokens=compute.num_scheduled_tokens,
             samples=compute.samples,
+            pooled=tuple(sorted(row for row, draft in change.drafts.items() if draft.pools)),
             awaits_mask=change.awaits_mask,
             forget_prefix_cache=delta.forget_prefix_cache,
             state_digest=delta.state_digest,
@@ -280,6 +281,7 @@ def _row_of(draft: RowDraft, num_kv_groups: int) -> Row:
         num_prefill_tokens=draft.num_prefill_tokens,
         num_known_tokens=draft.num_known_tokens,
         tables=[[] for _ in range(num_kv_groups)],
+        pooling=draft.pooling,
     )
 
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from maniple.v1 import sampling_pb2
+from maniple.v1 import scheduler_delta_pb2 as delta_pb2
 from maniple.v1.scheduler_delta_pb2 import BlockChange, NewRequest, RowChange, RowFinished, SchedulerDelta
 from service_chassis.errors import DeltaRefused
 from service_chassis.protocol.block_hash import HASH_BYTES
@@ -23,6 +24,7 @@ from worker_service.step_work import (
     Int32Array,
     Mode,
     NewRow,
+    Pooling,
     ResumedRow,
     RowSampling,
     TableChange,
@@ -36,6 +38,11 @@ _MODES = {
     SchedulerDelta.MODE_DUMMY: Mode.DUMMY,
 }
 _BLOCK_OPS = {"append": TableOp.APPEND, "replace": TableOp.REPLACE}
+_POOLING_IS_MEAN = {
+    delta_pb2.Pooling.KIND_UNSPECIFIED: False,
+    delta_pb2.Pooling.KIND_LAST: False,
+    delta_pb2.Pooling.KIND_MEAN: True,
+}
 _VALUE_OPS = {"drop_leading": TableOp.DROP_LEADING, "state_slot": TableOp.STATE_SLOT}
 
 
@@ -170,6 +177,7 @@ class _Check:
                 num_known_tokens=row.num_known_tokens,
                 num_blocks=[len(table) for table in row.tables],
                 slot_groups=set(row.state_slots),
+                pooling=row.pooling,
             )
         return draft
 
@@ -212,6 +220,7 @@ class _Check:
                 (new.num_prompt_tokens, num_known),
                 f"must ascend from 1 and stay below max_model_len {limits.max_model_len}",
             )
+        pooling = self._pooling(new, f"{where}.pooling") if new.HasField("pooling") else None
         draft = self._next.drafts[req_index] = RowDraft(
             row_key=new.row_key,
             request_id=new.request_id,
@@ -222,6 +231,7 @@ class _Check:
             num_known_tokens=num_known,
             num_blocks=[0] * limits.num_kv_groups,
             slot_groups=set(),
+            pooling=pooling,
         )
         if parent is not None:
             self._copy_tables(req_index, draft, parent, replaced={change.kv_group for change in new.blocks})
@@ -242,6 +252,7 @@ class _Check:
                 fork_of=new.fork_of if parent is not None else None,
                 cache_namespace=new.cache_namespace,
                 control_blob=new.control_blob,
+                pooling=pooling,
             )
         )
 
@@ -250,13 +261,22 @@ class _Check:
             self._refuse(f"{where}.lane", new.lane, "must be 0: there is one pipeline stage")
         if new.advance_limit > 1:
             self._refuse(f"{where}.advance_limit", new.advance_limit, "must be 1: nothing speculates here")
-        if new.HasField("pooling"):
-            self._refuse(f"{where}.pooling", "set", "must be unset: every row samples here")
         for name, value in (("lora_slot", new.lora_slot), ("dp_cell", new.dp_cell)):
             if value:
                 self._refuse(f"{where}.{name}", value, "must be 0: this rank has no such feature")
         if new.prompt_blob_hash:
             self._refuse(f"{where}.prompt_blob_hash", new.prompt_blob_hash.hex(), "must be empty: send the token ids")
+
+    def _pooling(self, new: NewRequest, where: str) -> Pooling:
+        """Read how a row becomes a vector."""
+        if new.pooling.kind not in _POOLING_IS_MEAN:
+            self._refuse(f"{where}.kind", new.pooling.kind, "must be LAST or MEAN")
+        if new.n > 1 or new.HasField("fork_of"):
+            self._refuse(where, "set", "must be unset with n above 1 or fork_of: a prompt has one vector")
+        if new.num_prefill_tokens != new.num_prompt_tokens:
+            rule = f"must be unset for a row that knows more than its prompt of {new.num_prompt_tokens} tokens"
+            self._refuse(where, "set", rule)
+        return Pooling(is_mean=_POOLING_IS_MEAN[new.pooling.kind], normalize=new.pooling.normalize)
 
     def _parent(self, new: NewRequest, where: str) -> Row:
         """Return the row to fork from: one that got through its prompt in steps before this one."""
@@ -373,6 +393,9 @@ class _Check:
         if draft.num_computed_tokens >= draft.num_prefill_tokens:
             rule = f"must be below num_prefill_tokens {draft.num_prefill_tokens}"
             self._refuse(f"{where}.num_computed_tokens", draft.num_computed_tokens, rule)
+        if draft.num_computed_tokens and draft.pooling is not None and draft.pooling.is_mean:
+            rule = "must be 0: a mean is over the hidden states of all tokens, and the cache holds none"
+            self._refuse(f"{where}.num_computed_tokens", draft.num_computed_tokens, rule)
         for group, num_blocks in enumerate(draft.num_blocks):
             if not num_blocks and group not in draft.slot_groups:
                 self._refuse(f"{where}.blocks", "none", f"KV group {group} must have a table or a state slot")
@@ -417,7 +440,10 @@ class _Check:
             left = draft.num_prefill_tokens - draft.num_computed_tokens
             if num_tokens > left:
                 self._refuse(where, num_tokens, f"must be at most the {left} tokens left of its prefill")
-            draft.samples = num_tokens == left
+            is_last = num_tokens == left
+            # A row whose vector is complete has nothing left, and must not complete it again.
+            draft.samples = is_last and draft.pooling is None
+            draft.pools = is_last and draft.pooling is not None and num_tokens > 0
         self._check_covered(where, draft, draft.num_computed_tokens + num_tokens)
         draft.num_scheduled_tokens = num_tokens
 

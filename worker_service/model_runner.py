@@ -24,10 +24,11 @@ from worker_service.kv_cache import KvCache, KvCacheSpec
 from worker_service.memory import KvDemand, plan_memory
 from worker_service.models.registry import Model, load_model
 from worker_service.platforms.choose import choose_platform
-from worker_service.process_group import LoneProcessGroup, ProcessGroup
+from worker_service.pooling import Float64Array, Pooler
+from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
 from worker_service.sampling.sampler import Sampler, check_finite
-from worker_service.step_work import Int32Array, Mode, StepOutput, StepWork
+from worker_service.step_work import Float32Array, Int32Array, Mode, StepOutput, StepWork
 from worker_service.tensor_group import TensorGroup
 
 _NOTHING_SAMPLED = np.zeros(0, np.int32)
@@ -59,6 +60,7 @@ class TorchModelRunner:
         )
         self._tensors = TensorGroup(self._platform.device)
         self._group: ProcessGroup = LoneProcessGroup("")
+        self._pooler = Pooler()
 
     @property
     def device(self) -> str:
@@ -155,33 +157,52 @@ class TorchModelRunner:
             # Rows and tables are host state that the copies do not read: the order among the two does not matter.
             self._kv.copy_blocks(work.block_copies)
         self._batch.apply(work)
+        self._pooler.apply(work)
 
     def execute(self, work: StepWork) -> StepOutput:
         assert self._batch is not None
         assert self._kv is not None
         started = time.perf_counter()
         sampled = _NOTHING_SAMPLED
+        vectors: tuple[Float32Array, ...] = ()
         if work.mode is Mode.RUN and len(work.rows):
             with torch.inference_mode():
-                sampled = self._run(work, self._batch, self._kv)
+                sampled, vectors = self._run(work, self._batch, self._kv)
         return StepOutput(
             step=work.step,
             token_ids=sampled,
             token_digest=self._batch.token_digest,
             device_us=int((time.perf_counter() - started) * 1e6),
+            vectors=vectors,
         )
 
-    def _run(self, work: StepWork, batch: InputBatch, kv: KvCache) -> Int32Array:
+    def _run(self, work: StepWork, batch: InputBatch, kv: KvCache) -> tuple[Int32Array, tuple[Float32Array, ...]]:
+        """Return the tokens of the rows that sample, and on the output rank the vectors of those that pool."""
         hidden = self._forward(batch.prepare(work), kv)
+        vectors = self._pool(work, hidden)
         rows = work.rows[work.samples]
         if len(rows) == 0:
-            return _NOTHING_SAMPLED
+            return _NOTHING_SAMPLED, vectors
         if len(hidden) > len(rows):
             last = np.cumsum(work.num_scheduled_tokens)[work.samples] - 1
             hidden = hidden[self._on_device(last)]
         sampled = self._agree(self._compute_logits(hidden), rows)
         batch.append(rows, sampled)
-        return sampled
+        return sampled, vectors
+
+    def _pool(self, work: StepWork, hidden: Tensor) -> tuple[Float32Array, ...]:
+        """Pool hidden states where they are asked for: all ranks have them, the output rank answers."""
+        if self._group.rank != OUTPUT_RANK:
+            return ()
+        model = self._model
+        assert model is not None
+        starts = np.cumsum(work.num_scheduled_tokens) - work.num_scheduled_tokens - work.num_computed_tokens
+
+        def sum_of(place: int, start: int, stop: int) -> Float64Array:
+            first = int(starts[place])
+            return model.final_hidden(hidden[first + start : first + stop]).double().sum(dim=0).cpu().numpy()
+
+        return self._pooler.take(work, sum_of)
 
     def _agree(self, logits: Tensor | None, rows: Int32Array) -> Int32Array:
         """Have rank 0, which has the logits, decide the tokens of ``rows`` and tell the others."""
@@ -237,3 +258,4 @@ class TorchModelRunner:
     def reset(self) -> None:
         if self._batch is not None:
             self._batch.reset()
+        self._pooler.clear()

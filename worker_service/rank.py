@@ -22,7 +22,12 @@ from google.protobuf.message import Message
 from maniple.v1 import worker_pb2
 from service_chassis.errors import Fenced, InvalidParameter, LeaseHeld, NotBuilt
 from service_chassis.protocol.broadcast_ring import ReaderFds
-from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, MAX_PROTOCOL_VERSION, MIN_PROTOCOL_VERSION
+from service_chassis.protocol.version import (
+    FEATURE_FULL_SAMPLING,
+    FEATURE_POOLING,
+    MAX_PROTOCOL_VERSION,
+    MIN_PROTOCOL_VERSION,
+)
 from service_chassis.telemetry import get_logger
 from worker_service import pickled_calls
 from worker_service.config import WorkerConfig
@@ -338,4 +343,4 @@ class Rank:
 
 def _features() -> list[str]:
     """Return the optional features of this process: without torch only the scripted model's plain sampling is here."""
-    return [FEATURE_FULL_SAMPLING] if importlib.util.find_spec("torch") is not None else []
+    return [FEATURE_POOLING, *([FEATURE_FULL_SAMPLING] if importlib.util.find_spec("torch") is not None else [])]

@@ -25,10 +25,12 @@ from service_chassis.errors import InvalidParameter, NotBuilt
 from service_chassis.protocol.arrays import UInt64Array, mix_array, token_terms_sum
 from service_chassis.protocol.digest import MASK64, mix, row_factor, token_term
 from service_chassis.scripted import Fault, ScriptedOptions
+from worker_service.pooling import Float64Array, Pooler
 from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
 from worker_service.sampling.columns import SamplingColumns
 from worker_service.scripted_sampling import Float32Array, needs_full_sampler, sample_plainly
+from worker_service.step_work import Float32Array as Vector
 from worker_service.step_work import Int32Array, NewRow, StepOutput, StepWork, TableOp
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 REFUSAL = "the scripted model without torch serves greedy, seeded and forced output"
 _ROOT = mix(0x6D616E69)  # h before the first token
 _LOGIT_IDS = 0x100000000  # ids enter the logits above all tokens, so that a logit never equals a hash of the chain
+_HIDDEN_IDS = 0x200000000  # as do the numbers of a hidden state, above those
+_HIDDEN_SIZE = 12
 _BYTES_PER_SLOT = 8
 _MAX_PROFILED_BLOCKS = 16384  # memory is no limit here, but the scheduler keeps a list of free blocks
 
@@ -62,12 +66,14 @@ class ScriptedRunner:
         # mix(id + 2**32) of every id: the part of the logits that does not depend on the row.
         ids = np.arange(options.vocab_size, dtype=np.uint64) + np.uint64(_LOGIT_IDS)
         self._mixed_ids: UInt64Array = mix_array(ids)
+        self._mixed_dims: UInt64Array = mix_array(np.arange(_HIDDEN_SIZE, dtype=np.uint64) + np.uint64(_HIDDEN_IDS))
         self._slots: UInt64Array = np.zeros(0, np.uint64)  # slot -> h of the token there
         self._tables: dict[int, list[int]] = {}  # block ids
         self._keys: dict[int, int] = {}  # row_key of live rows
         self._token_digests: dict[int, int] = {}
         self._forced: dict[int, tuple[int, ...]] = {}  # what a row emits by output index; absent: it samples
         self._full: set[int] = set()  # rows for the real sampler
+        self._pooler = Pooler()
         self._has_diverged = False  # by a fault; from then on, as a wrong token would stay in its row
         self._sampler: Sampler | None = None
         self._group: ProcessGroup = LoneProcessGroup("")
@@ -100,7 +106,7 @@ class ScriptedRunner:
             dtype="float32",
             weight_bytes=0,
             block_bytes=options.block_size * _BYTES_PER_SLOT,
-            hidden_size=1,
+            hidden_size=_HIDDEN_SIZE,
             num_layers=1,
         )
 
@@ -128,6 +134,7 @@ class ScriptedRunner:
         progress(1.0, "nothing to capture")
 
     def apply(self, work: StepWork) -> None:
+        self._pooler.apply(work)
         for finished in work.finished:
             self._remove(finished.req_index)
         for req_index in work.preempted:
@@ -198,6 +205,7 @@ class ScriptedRunner:
         last = np.array([self._compute(*span) for span in spans], np.uint64)
         positions = work.num_computed_tokens + work.num_scheduled_tokens
         self._group.barrier()  # where the layers of a real model meet
+        vectors = self._pool(work)
         token_ids = self._decide(work.rows[work.samples], positions[work.samples], last[work.samples])
         num_tokens = int(work.num_scheduled_tokens.sum())
         wanted_s = self._options.step_time_s + num_tokens * self._options.step_time_per_token_s
@@ -210,7 +218,22 @@ class ScriptedRunner:
             token_ids=token_ids,
             token_digest=sum(self._token_digests.values()) & MASK64 ^ self._has_diverged,
             device_us=int((time.monotonic() - started) * 1e6),
+            vectors=vectors,
         )
+
+    def _pool(self, work: StepWork) -> tuple[Vector, ...]:
+        """Pool hidden states, which are made of h of each token: numbers in [-1, 1)."""
+        if self._group.rank != OUTPUT_RANK:
+            return ()
+
+        def sum_of(place: int, start: int, stop: int) -> Float64Array:
+            size, table = self._load.block_size, np.array(self._tables[int(work.rows[place])], np.int64)
+            positions = np.arange(start, stop)
+            h = self._slots[table[positions // size] * size + positions % size]
+            hashed: UInt64Array = mix_array(h[:, None] ^ self._mixed_dims) >> np.uint64(40)
+            return (hashed.astype(np.float64) * 2.0**-23 - 1).sum(axis=0)
+
+        return self._pooler.take(work, sum_of)
 
     def _compute(self, req_index: int, start: int, count: int) -> int:
         """Fill the slots of positions [start, start + count) and return h of the last."""
@@ -272,6 +295,7 @@ class ScriptedRunner:
     def reset(self) -> None:
         for req_index in list(self._keys):
             self._remove(req_index)
+        self._pooler.clear()
 
     def _fire(self, step: int) -> Fault | None:
         """Do what the fault of this step says, if there is one."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from service_chassis.protocol.logprobs import Logprobs
 
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
 
 
 # LogprobsMode of sampling.proto.
@@ -68,6 +69,14 @@ class RowSampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooling:
+    """How a row that samples nothing becomes a vector."""
+
+    is_mean: bool  # of all its tokens' hidden states; else the last token's
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NewRow:
     """A row that enters. Its tables follow in ``StepWork.table_changes``."""
 
@@ -84,6 +93,7 @@ class NewRow:
     cache_namespace: bytes = b""
     control_blob: bytes = b""
     lora_slot: int = 0
+    pooling: Pooling | None = None  # set: it ends with a vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +133,7 @@ class StepWork:
     num_computed_tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     num_scheduled_tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     samples: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    pooled: tuple[int, ...] = ()  # rows, ascending, whose vector is complete at the end of the step; they do not sample
     awaits_mask: tuple[int, ...] = ()
     forget_prefix_cache: bool = False
     state_digest: int = 0
@@ -146,4 +157,5 @@ class StepOutput:
     token_ids: Int32Array  # one per row of the work that samples, in the order of ``rows``
     token_digest: int = 0  # over all known tokens of all live rows after the step
     device_us: int = 0
+    vectors: tuple[Float32Array, ...] = ()  # [hidden_size] each, of the work's ``pooled``; on the output rank
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows that asked, ascending; the same on all ranks

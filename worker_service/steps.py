@@ -285,9 +285,18 @@ class Steps:
             scheduler_delta_pb2.StepResult(
                 step=step,
                 token_ids=done.output.token_ids.tolist(),
+                vectors=_vectors(done),
                 device_us=done.output.device_us or done.device_us,
                 queued_us=done.queued_us,
             ),
         )
         if self._stream is not None:
             self._stream.result_ready()
+
+
+def _vectors(done: CompletedStep) -> list[scheduler_delta_pb2.RowVector]:
+    """Return the vectors that a step completed, with their rows."""
+    if done.output is None or not done.work.pooled:
+        return []
+    pairs = zip(done.work.pooled, done.output.vectors, strict=True)
+    return [scheduler_delta_pb2.RowVector(req_index=row, values=vector.tolist()) for row, vector in pairs]

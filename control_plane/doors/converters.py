@@ -79,7 +79,7 @@ async def to_generation(
         request.sampling,
         served.text,
         vocab_size=limits.vocab_size,
-        room=_room(len(prompt), limits),
+        room=check_room(len(prompt), limits),
         draw_seed=new_seed,
     )
     return Generation(
@@ -149,7 +149,7 @@ async def _prompt(request: GenerateRequest, served: ServedModel, limits: EngineL
     return prompt
 
 
-def _room(num_prompt_tokens: int, limits: EngineLimits) -> int:
+def check_room(num_prompt_tokens: int, limits: EngineLimits) -> int:
     """Return how many tokens fit behind a prompt, at least one; or raise ``InvalidParameter``."""
     said = f"{num_prompt_tokens} tokens"
     if num_prompt_tokens >= limits.max_model_len:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from control_plane.doors import converters, prompts
 from control_plane.doors.calls import Context, call_facts, caller_identity, events, stream_events
+from control_plane.doors.embeddings import embed, to_embedding
 from control_plane.doors.limits import MAX_DETOKENIZE_CONTEXTS, MAX_TOKENIZE_CHARS, check_count, check_token_ids
 from control_plane.doors.served_model import ServedModel
 from control_plane.generation import Chunk, Done, Event, Generation, SampleFinished, Started
 from maniple.v1 import inference_pb2, inference_pb2_grpc
 from maniple.v1.inference_pb2 import GenerateResponse
-from service_chassis.errors import InvalidParameter, NotBuilt
+from service_chassis.errors import InvalidParameter
 from service_chassis.ids import RequestId
 from service_chassis.interceptors import as_maniple_error
 
@@ -111,11 +112,10 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
-        _not_built("Embed")
-
-
-def _not_built(method: str) -> NoReturn:
-    raise NotBuilt(f"{SERVICE}/{method} is reserved in the protocol and not built yet")
+        fleet = self._fleet
+        generation = await to_embedding(request, call_facts(context, fleet), served=self._served, limits=fleet.limits)
+        answer = await embed(fleet, generation, context)
+        return inference_pb2.EmbedResponse(embedding=answer.vector, num_prompt_tokens=answer.num_prompt_tokens)
 
 
 async def _responses(

@@ -56,6 +56,15 @@ def to_maniple(request: vllm_engine_pb2.GenerateRequest) -> inference_pb2.Genera
     return translated
 
 
+def to_embed(request: vllm_engine_pb2.EmbedRequest) -> inference_pb2.EmbedRequest:
+    """Return the same request in our words; how to pool is not said there."""
+    translated = inference_pb2.EmbedRequest(request_id=request.request_id)
+    if request.HasField("tokenized"):
+        translated.token_ids.ids.extend(request.tokenized.input_ids)
+        translated.token_ids.SetInParent()
+    return translated
+
+
 def _sampling(params: vllm_engine_pb2.SamplingParams) -> sampling_pb2.SamplingParams:
     wanted = sampling_pb2.SamplingParams(
         min_tokens=params.min_tokens,

@@ -13,6 +13,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from control_plane.doors import converters, vllm_converters
 from control_plane.doors.calls import Context, call_facts, events
+from control_plane.doors.embeddings import embed, to_embedding
 from control_plane.doors.served_model import ServedModel
 from control_plane.doors.tokenizer_archive import TokenizerArchive, pack
 from control_plane.engine_status import EngineLimits, EngineStatus
@@ -153,7 +154,15 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
             yield common_pb2.GetTokenizerChunk(data=piece, sha256=self._archive.sha256 if is_last else "")
 
     async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: Context) -> vllm_engine_pb2.EmbedResponse:
-        _not_built("Embed")
+        """The last token's hidden state, scaled to length 1, as vLLM embeds with a model that decodes."""
+        fleet = self._fleet
+        generation = await to_embedding(
+            vllm_converters.to_embed(request), call_facts(context, fleet), served=self._served, limits=fleet.limits
+        )
+        answer = await embed(fleet, generation, context)
+        return vllm_engine_pb2.EmbedResponse(
+            embedding=answer.vector, prompt_tokens=answer.num_prompt_tokens, embedding_dim=len(answer.vector)
+        )
 
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context

@@ -56,6 +56,9 @@ class LiveRow:
     age_s: float
     cache_namespace: bytes
     control_blob: bytes
+    logprobs: Logprobs | None = None  # of its output, a position a token, where asked for
+    prompt_logprobs: Logprobs | None = None  # from the second token on; None also where another row of it has them
+    pools: bool = False  # it ends with a vector
 
     def __repr__(self) -> str:
         return f"LiveRow({self.req_index}, {self.request_id!r}, {self.sample_index}, {self.standing.name})"
@@ -154,6 +157,7 @@ def _live_row(row: worker_pb2.SnapshotResponse.Row) -> LiveRow:
         control_blob=request.control_blob,
     )
 
+        pools=request.HasField("pooling"),
 
 def _buried_row(stone: worker_pb2.SnapshotResponse.Tombstone) -> BuriedRow:
     try:

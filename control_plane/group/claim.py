@@ -16,7 +16,12 @@ from control_plane.group.settings import GroupSettings
 from maniple.v1 import worker_pb2
 from service_chassis.errors import Fenced, LeaseHeld
 from service_chassis.ids import Epoch, Rank
-from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, MAX_PROTOCOL_VERSION, MIN_PROTOCOL_VERSION
+from service_chassis.protocol.version import (
+    FEATURE_FULL_SAMPLING,
+    FEATURE_POOLING,
+    MAX_PROTOCOL_VERSION,
+    MIN_PROTOCOL_VERSION,
+)
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
@@ -122,7 +127,7 @@ async def _join(
         owner_id=owner_id,
         owner_address=settings.owner_address,
         protocol_version=version,
-        features=[FEATURE_FULL_SAMPLING],
+        features=[FEATURE_FULL_SAMPLING, FEATURE_POOLING],
         rank=rank,
         world_size=executor.world_size,
         lease_ms=int(settings.lease_s * 1000),

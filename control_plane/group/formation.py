@@ -139,6 +139,7 @@ class Formation:
                 dtype=model.dtype,
                 weight_bytes=sum(reply.model.weight_bytes for reply in loaded),
                 num_kv_groups=model.num_kv_groups,
+                hidden_size=model.hidden_size,
             ),
             max_model_len=max_model_len,
             max_num_seqs=settings.max_num_seqs,

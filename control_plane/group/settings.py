@@ -44,6 +44,7 @@ class ModelOnRanks:
     dtype: str
     weight_bytes: int  # summed over ranks
     num_kv_groups: int
+    hidden_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -249,6 +249,7 @@ def _facts(
             dtype=model.dtype,
             weight_bytes=sum(description.model.weight_bytes for description in grant.described),
             num_kv_groups=model.num_kv_groups,
+            hidden_size=model.hidden_size,
         ),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,

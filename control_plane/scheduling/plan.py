@@ -93,6 +93,8 @@ class StepPlan:
     samples: tuple[Sample, ...]  # who sat in `rows` when planned
     started: tuple[Request, ...]  # requests that are in a delta for the first time
     forget_prefix_cache: bool = False
+    pooled_rows: tuple[ReqIndex, ...] = ()  # rows whose vector is complete with this step, ascending
+    pooled: tuple[Sample, ...] = ()  # who sat in `pooled_rows` when planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class StepTokens:
 
     step: Step
     token_ids: Sequence[int]
+    vectors: Sequence[Sequence[float]] = ()  # in the order of its plan's ``pooled_rows``
 
 
 class SampleOutput(NamedTuple):
@@ -111,6 +114,7 @@ class SampleOutput(NamedTuple):
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
     matched_token_id: int | None = None  # the stop id that was sampled, with STOP
+    vector: Sequence[float] | None = None  # of a request that pools, its only output
 
 
 class ResultMismatch(ValueError):

@@ -71,6 +71,7 @@ class Request:
         "paused",
         "payload",
         "payload_bytes",
+        "pools",
         "priority",
         "prompt_done",
         "prompt_token_ids",
@@ -97,6 +98,7 @@ class Request:
         skip_reading_prefix_cache: bool = False,
         payload: object = None,
         payload_bytes: int = 0,
+        pools: bool = False,
         outputs: tuple[tuple[int, ...] | None, ...] = (),
     ) -> None:
         """Describe a request whose values a door has checked.
@@ -115,11 +117,13 @@ class Request:
             skip_reading_prefix_cache: compute every token of the prompt (prompt log-probabilities).
             payload: opaque; whoever encodes the plan finds it at ``NewRow.sample.request.payload``.
             payload_bytes: what it adds to the delta of each row.
+            pools: it ends with a vector, once its prompt is computed, and samples nothing; it has one sample.
             outputs: of a request that goes on from elsewhere, for each sample its output so far, or None if it ended.
                 Empty: a request that begins.
         """
         assert prompt_token_ids, "a prompt has at least one token"
         assert min(max_tokens, n) >= 1
+        assert not pools or n == 1
         assert not outputs or (len(outputs) == n and any(output is not None for output in outputs))
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -134,6 +138,7 @@ class Request:
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.payload = payload
         self.payload_bytes = payload_bytes
+        self.pools = pools
         self.outputs = outputs
         self.order: Order = (priority, arrival, 0, 0)  # made unique by Scheduler.add
         self.samples: tuple[Sample, ...] = ()  # made by Scheduler.add
@@ -183,6 +188,7 @@ class Request:
             skip_reading_prefix_cache=self.skip_reading_prefix_cache,
             payload=self.payload,
             payload_bytes=self.payload_bytes,
+            pools=self.pools,
             outputs=outputs if self.started or self.outputs else (),
         )
 

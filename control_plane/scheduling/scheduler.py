@@ -62,6 +62,7 @@ class _Draft:
     changes: dict[ReqIndex, RowChange] = field(default_factory=dict)
     turned_decode: list[ReqIndex] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)
+    pooled: list[Sample] = field(default_factory=list)
 
 
 class Scheduler:
@@ -104,6 +105,7 @@ class Scheduler:
         self._ended: list[RowEnd] = []
         self._lost: dict[ReqIndex, RowLoss] = {}
         self._forget = False
+        self._pooled: list[Sample] = []  # whose vector is complete with the plan before: their rows have no more to do
         # Not yet answered:
         self._runs: deque[StepPlan] = deque()
         self._applies: deque[Step] = deque()
@@ -337,6 +339,8 @@ class Scheduler:
             raise ResultMismatch(f"result of step {result.step}, due is {'none' if plan is None else plan.step}")
         if len(result.token_ids) != len(plan.samples):
             raise ResultMismatch(f"step {plan.step}: {len(result.token_ids)} tokens for {len(plan.samples)} rows")
+        if len(result.vectors) != len(plan.pooled):
+            raise ResultMismatch(f"step {plan.step}: {len(result.vectors)} vectors for {len(plan.pooled)} rows")
         self._runs.popleft()
         self._completed = plan.step
         block_size = self.limits.block_size
@@ -356,6 +360,10 @@ class Scheduler:
             outputs.append(SampleOutput(sample.request, sample.index, (token_id,), reason, matched))
             if reason is not None:
                 self._end(sample, reason)
+        for sample, vector in zip(plan.pooled, result.vectors, strict=True):
+            if sample.state is not SampleState.FINISHED:
+                outputs.append(SampleOutput(sample.request, sample.index, (), FinishReason.STOP, vector=vector))
+                self._end(sample, FinishReason.STOP)
         return outputs
 
     def acknowledge(self, step: Step) -> None:
@@ -366,7 +374,12 @@ class Scheduler:
     # --- the parts of schedule()
 
     def _serve_due(self, draft: _Draft) -> None:
-        """End rows whose last token is planned; then give rows at a block boundary their next block."""
+        """End rows whose last token or vector is planned; then give rows at a block boundary their next block."""
+        for sample in self._pooled:
+            if sample.state is SampleState.PREFILL:  # else its result was faster, or it was ended
+                self._leave(sample, FinishReason.STOP, sample.num_prefill_tokens)
+                sample.state = SampleState.LEFT
+        self._pooled.clear()
         growing = []
         for sample in self._batch.due():
             if self._batch.num_computed_tokens(sample) == sample.limit - 1:
@@ -401,7 +414,7 @@ class Scheduler:
     def _continue_prefill(self, draft: _Draft, sample: Sample, budget: int) -> int:
         """Give a half-done prefill its next chunk; return the tokens it takes."""
         num_tokens = min(sample.num_prefill_tokens - sample.offset, budget)
-        if num_tokens and not sample.request.paused:
+        if num_tokens and not sample.request.paused and self._has_room_for_vector(draft, sample):
             self._compute(draft, sample, num_tokens)
             draft.changes[sample.req_index] = RowChange(sample.req_index, num_tokens)
             return num_tokens
@@ -421,12 +434,18 @@ class Scheduler:
             num_bytes = _new_row_bytes(sample)
             if draft.new_rows and draft.new_row_bytes + num_bytes > self.limits.max_new_row_bytes:
                 break  # the next step's delta has room
+            if not self._has_room_for_vector(draft, sample):
+                break
             place = self._find_place(sample, draft)
             if place is None:
                 break
             draft.new_row_bytes += num_bytes
             used += self._let_in(draft, sample, place, budget - used)
         return used
+
+    def _has_room_for_vector(self, draft: _Draft, sample: Sample) -> bool:
+        """Say whether this step's result has room for what ``sample`` may add to it."""
+        return not sample.request.pools or len(draft.pooled) < self.limits.max_vectors
 
     def _find_place(self, sample: Sample, draft: _Draft) -> Place | None:
         """Take the blocks for the whole prefill of ``sample``; None if there are too few.
@@ -504,10 +523,14 @@ class Scheduler:
             draft.started.append(request)
 
     def _compute(self, draft: _Draft, sample: Sample, num_tokens: int) -> None:
-        """Count a chunk of a prefill as computed by this step; after the last one the sample decodes."""
+        """Count a chunk of a prefill as computed by this step; after the last one the sample decodes, or has pooled."""
         sample.offset += num_tokens
         self._tables.note_computed(sample, sample.offset, draft.step)
-        if sample.offset == sample.num_prefill_tokens:
+        if sample.offset < sample.num_prefill_tokens:
+            return
+        if sample.request.pools:
+            draft.pooled.append(sample)
+        else:
             sample.decode_since = draft.step
             self._batch.begin_decode(sample)
             self._room.note_prompt_done(sample)
@@ -522,6 +545,7 @@ class Scheduler:
     def _emit(self, draft: _Draft, mode: PlanMode, num_tokens: int) -> StepPlan:
         """Turn a draft, and what ended since the plan before, into a plan; it is outstanding from now on."""
         rows, samples = self._batch.sampling() if mode is PlanMode.RUN else ((), ())
+        pooled = sorted(draft.pooled, key=lambda sample: sample.req_index)
         changes = list(draft.changes.values())
         if mode is PlanMode.RUN:
             changes += [RowChange(row, 0, standing_advance=1) for row in self._batch.paused_rows()]
@@ -540,9 +564,12 @@ class Scheduler:
             samples=samples,
             started=tuple(draft.started),
             forget_prefix_cache=self._forget,
+            pooled_rows=tuple(sample.req_index for sample in pooled),
+            pooled=tuple(pooled),
         )
         self._ended.clear()
         self._lost.clear()
+        self._pooled += pooled
         self._forget = False
         self.step = Step(self.step + 1)
         if mode is PlanMode.RUN:

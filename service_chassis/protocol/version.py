@@ -5,3 +5,5 @@ MAX_PROTOCOL_VERSION = 1
 
 # The rank serves everything RowSampling can say. Without it: greedy, seeded draws without filters, and forced output.
 FEATURE_FULL_SAMPLING = "full_sampling"
+# The rank serves rows that end with a vector (NewRequest.pooling).
+FEATURE_POOLING = "pooling"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from control_plane.scheduling.adoption import first_end
 from control_plane.scheduling.request import FinishReason
 from support.delta_traffic import LIMITS, OPERATIONS
-from support.slot_hash_worker import VOCAB, make_request, solo
+from support.slot_hash_worker import VOCAB, make_request, solo, solo_vector
 from support.takeover_bench import WatchedBench
 
 
@@ -45,8 +45,10 @@ def step_through(bench, operations, requests, touched):
 
 def check(bench, touched, started):
     """Everything that the ranks knew got its solo output; nothing is held."""
+    for request, vector in bench.vectors.items():
+        assert vector == solo_vector(request), f"{request}"
     for (request, index), output in bench.outputs.items():
-        if request.request_id in touched or request.request_id not in started:
+        if request.request_id in touched or request.request_id not in started or request.pools:
             continue
         expected, reason = solo(request, index, bench.longest)
         assert output == expected, f"{request} sample {index}"

@@ -165,7 +165,6 @@ async def test_health_follows_readiness() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("Embed", pb.EmbedRequest()),
         ("FlushCache", common_pb2.FlushCacheRequest()),
         ("StartProfile", common_pb2.StartProfileRequest()),
         ("StopProfile", common_pb2.StopProfileRequest()),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from maniple.v1.scheduler_delta_pb2 import NewRequest, SchedulerDelta
+from maniple.v1.scheduler_delta_pb2 import NewRequest, Pooling, SchedulerDelta
 from worker_service.batch_state import BatchState, RowFacts, RowState
 
 Spoiler = Callable[[SchedulerDelta, BatchState], bool]
@@ -571,12 +571,47 @@ def names_an_adapter(delta, state):
     return True
 
 
-@spoils("pooling=set: must be unset")
-def ends_with_a_vector(delta, state):
+@spoils("pooling.kind=7: must be LAST or MEAN")
+def pools_in_an_unknown_way(delta, state):
+    if not delta.new_requests:
+        return False
+    delta.new_requests[0].pooling.kind = 7
+    return True
+
+
+@spoils("pooling=set: must be unset with n above 1 or fork_of")
+def pools_one_of_several_samples(delta, state):
     if not delta.new_requests:
         return False
     delta.new_requests[0].pooling.normalize = True
+    delta.new_requests[0].n = 2
     return True
+
+
+@spoils("pooling=set: must be unset for a row that knows more than its prompt of 1 tokens")
+def pools_what_was_sampled(delta, state):
+    new = _first_alone(delta)
+    if new is None or new.num_prefill_tokens < 2:
+        return False
+    new.pooling.normalize = True
+    new.num_prompt_tokens = 1
+    return True
+
+
+@spoils("num_computed_tokens=1: must be 0: a mean is over the hidden states of all tokens")
+def pools_the_mean_of_what_the_cache_holds(delta, state):
+    new = _first_alone(delta)
+    if new is None or new.num_prefill_tokens < 2:
+        return False
+    new.pooling.kind = Pooling.KIND_MEAN
+    new.num_prompt_tokens = new.num_prefill_tokens
+    new.num_computed_tokens = 1
+    return True
+
+
+def _first_alone(delta):
+    """Return the first row that enters as the only sample of its request."""
+    return next((new for new in delta.new_requests if new.n <= 1 and not new.HasField("fork_of")), None)
 
 
 @spoils("prompt_blob_hash=.*send the token ids")

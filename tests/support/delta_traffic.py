@@ -14,6 +14,7 @@ REQUESTS = st.fixed_dictionaries(
         "stop_ids": st.frozensets(st.integers(0, VOCAB - 1), max_size=6),
         "min_tokens": st.integers(0, 2),
         "skip_reading_prefix_cache": st.booleans(),
+        "pooling": st.sampled_from([None, None, None, "last", "mean"]),
         "cache_namespace": st.sampled_from([b"", b"", b"s" * 16]),
     }
 )

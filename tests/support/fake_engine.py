@@ -55,6 +55,7 @@ class FakeEngine:
         self.limits = limits
         self.tokenizer = tokenizer
         self.output: Sequence[int] = b"ok"
+        self.vector: Sequence[float] = (0.5, -0.25, 0.125)  # of every request that pools
         self.gate = asyncio.Event()
         self.gate.set()
         self.refusal: ManipleError | None = None
@@ -140,8 +141,13 @@ class FakeEngine:
         if self.error is not None and self.error_after == 0:
             return self._fail(live)
         live.start(0, self.now())
+        if live.generation.pooling is not None and live.stream is not None:
+            live.stream.put_vector(self.vector)
+            live.push(0, (), FinishReason.STOP, None, self.now())
         for position, token_id in enumerate(self.output):
             await asyncio.sleep(0)
+            if live.is_over:
+                break
             if request_id not in self._live:
                 return None
             finish = None

@@ -15,6 +15,7 @@ def group_facts() -> GroupFacts:
         dtype="float32",
         weight_bytes=0,
         num_kv_groups=1,
+        hidden_size=12,
     )
     return GroupFacts(
         epoch=Epoch(1),

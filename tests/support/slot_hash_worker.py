@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
-from control_plane.deltas import DeltaEncoder, row_payload, step_tokens
-from control_plane.generation import SamplingChoice
+import numpy as np
+
+from control_plane.deltas import DeltaEncoder, row_payload, row_pooling, step_tokens
+from control_plane.generation import PoolingChoice, SamplingChoice
 from control_plane.scheduling.plan import PlanMode, SampleOutput, StepPlan
 from control_plane.scheduling.request import FinishReason, Request, Sample, SampleState
 from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
-from maniple.v1.scheduler_delta_pb2 import StepResult
+from maniple.v1.scheduler_delta_pb2 import Pooling, RowVector, StepResult
 from service_chassis.ids import RequestId
 from service_chassis.protocol.digest import MASK64, mix, row_factor, token_term
 from worker_service.batch_state import BatchLimits, BatchState, RowState
+from worker_service.pooling import Float64Array, Pooler
 from worker_service.step_work import Mode, NewRow, StepWork, TableOp
 
 VOCAB = 97
@@ -43,6 +46,8 @@ def choose(h: int, seed: int, sample_index: int, banned: frozenset[int] = frozen
 def solo(request: Request, sample_index: int, limit: int) -> tuple[list[int], FinishReason]:
     """Return the output that a sample must have, whatever else runs; ``limit`` is its longest context."""
     choice = _choice(request)
+    if request.pools:
+        return [], FinishReason.STOP
     h = _ROOT
     for token_id in request.prompt_token_ids:
         h = chain(h, token_id)
@@ -57,6 +62,28 @@ def solo(request: Request, sample_index: int, limit: int) -> tuple[list[int], Fi
             return output, FinishReason.LENGTH
 
 
+def hidden_of(h: int) -> list[float]:
+    """The "hidden state" of a context of hash ``h``: numbers that add up without rounding."""
+    return [float(h >> shift & 0xFFF) for shift in (0, 12, 24)]
+
+
+def solo_vector(request: Request) -> list[float]:
+    """Return the vector that a request that pools must have, whatever else runs."""
+    h, states = _ROOT, []
+    for token_id in request.prompt_token_ids:
+        h = chain(h, token_id)
+        states.append(hidden_of(h))
+    if _pooling(request).kind == Pooling.KIND_LAST:
+        return states[-1]
+    return [float(np.float32(sum(column) / len(states))) for column in zip(*states, strict=True)]
+
+
+def _pooling(request: Request) -> Pooling:
+    pooling = request.payload.pooling  # type: ignore[attr-defined]
+    assert isinstance(pooling, Pooling)
+    return pooling
+
+
 def _choice(request: Request) -> SamplingChoice:
     return SamplingChoice(
         seed=crc32(request.request_id.encode()) & 0xFFFF, min_tokens=request.min_tokens, stop_token_ids=request.stop_ids
@@ -64,12 +91,19 @@ def _choice(request: Request) -> SamplingChoice:
 
 
 def make_request(request_id: str, prompt: Sequence[int], max_tokens: int, **more: object) -> Request:
-    """Build a request with the payload that the encoder wants."""
+    """Build a request with the payload that the encoder wants; ``pooling`` is "last" or "mean"."""
     arguments: dict[str, object] = {"arrival": 0.0, **more}
+    if (kind := arguments.pop("pooling", None)) is not None:
+        arguments |= {"pools": True, "n": 1}
+        if kind == "mean":
+            arguments["skip_reading_prefix_cache"] = True
     request = Request(
         request_id=RequestId(request_id), prompt_token_ids=tuple(prompt), max_tokens=max_tokens, **arguments
     )  # type: ignore[arg-type]
     request.payload = row_payload(_choice(request))
+    if kind is not None:
+        pooling = row_pooling(PoolingChoice(is_mean=kind == "mean", normalize=False))
+        request.payload = replace(request.payload, pooling=pooling)
     return request
 
 
@@ -88,6 +122,8 @@ class SlotHashWorker:
         self._block_size = block_size
         self._slots = [0] * (num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
+        self._pooler = Pooler()
+        self.vectors: list[RowVector] = []  # of the last step
 
     @property
     def token_digest(self) -> int:
@@ -98,6 +134,7 @@ class SlotHashWorker:
 
     def execute(self, work: StepWork) -> list[int]:
         size = self._block_size
+        self._pooler.apply(work)
         for finished in work.finished:
             del self._rows[finished.req_index]
         for req_index in work.preempted:
@@ -124,7 +161,16 @@ class SlotHashWorker:
             strict=True,
         )
         sampled = [self._compute(*span) for span in spans]
+        vectors = self._pooler.take(work, lambda place, *span: self._sum_of(int(work.rows[place]), *span))
+        self.vectors = [
+            RowVector(req_index=row, values=vector.tolist()) for row, vector in zip(work.pooled, vectors, strict=True)
+        ]
         return [token_id for token_id in sampled if token_id is not None]
+
+    def _sum_of(self, req_index: int, start: int, stop: int) -> Float64Array:
+        size, table = self._block_size, self._rows[req_index].table
+        places = [table[place // size] * size + place % size for place in range(start, stop)]
+        return np.array([hidden_of(self._slots[place]) for place in places], np.float64).sum(axis=0)
 
     def _compute(self, req_index: int, start: int, count: int, samples: bool) -> int | None:
         row, size, slots = self._rows[req_index], self._block_size, self._slots
@@ -172,6 +218,7 @@ class Bench:
         self.worker = SlotHashWorker(self.limits.num_blocks, self.limits.block_size)
         self.outputs: dict[tuple[Request, int], list[int]] = {}
         self.reasons: dict[tuple[Request, int], FinishReason] = {}
+        self.vectors: dict[Request, list[float]] = {}
         self.plans: list[StepPlan] = []
         self.on_plan: Callable[[StepPlan, bytes], None] = lambda plan, delta: None
         self._check = check
@@ -208,6 +255,7 @@ class Bench:
             self.scheduler.check_integrity()
             assert rows_of(self.state) == rows_of_scheduler(self.scheduler)
             assert work.rows[work.samples].tolist() == list(plan.rows)
+            assert work.pooled == plan.pooled_rows
         self._in_flight.append((plan, work))
         return plan
 
@@ -219,7 +267,7 @@ class Bench:
             assert plan.mode is PlanMode.APPLY_ONLY
             self.scheduler.acknowledge(plan.step)
             return []
-        tokens = step_tokens(StepResult(step=plan.step, token_ids=token_ids), plan)
+        tokens = step_tokens(StepResult(step=plan.step, token_ids=token_ids, vectors=self.worker.vectors), plan)
         digest = self.encoder.take_tokens(plan, tokens)
         if self._check:
             assert digest == self.worker.token_digest
@@ -228,6 +276,8 @@ class Bench:
             key = output.request, output.sample_index
             assert key not in self.reasons, "output after the end"
             self.outputs[key] += output.token_ids
+            if output.vector is not None:
+                self.vectors[output.request] = list(output.vector)
             if output.finish is not None:
                 self.reasons[key] = output.finish
         if self._check:
@@ -257,6 +307,7 @@ class Bench:
     def check_outputs(self, requests: Sequence[Request]) -> None:
         """Compare what every sample got with what it must get."""
         for request in requests:
+            assert self.vectors.get(request) == (solo_vector(request) if request.pools else None), f"{request}"
             for index in range(request.n):
                 expected, reason = solo(request, index, self.longest)
                 assert self.outputs[request, index] == expected, f"{request} sample {index}"

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 
 from control_plane.group.batch_snapshot import BatchSnapshot, RowStanding, read_snapshot
-from control_plane.scheduling.adoption import AdoptedRequest, AdoptedRow, first_end
-from control_plane.scheduling.request import Request, SampleState
+from control_plane.scheduling.adoption import AdoptedRequest, AdoptedRow, SampleEnd, first_end
+from control_plane.scheduling.request import FinishReason, Request, SampleState
 from control_plane.scheduling.scheduler import Scheduler
 from maniple.v1.scheduler_delta_pb2 import SchedulerDelta
 from support.slot_hash_worker import VOCAB, Bench
@@ -121,6 +121,7 @@ class WatchedBench(Bench):
             cache_namespace=request.cache_namespace,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             payload=request.payload,
+            pools=request.pools,
             outputs=outputs,
         )
         self._rename(request, again)
@@ -135,7 +136,10 @@ class WatchedBench(Bench):
                     row_key=row.row_key,
                     block_ids=row.block_ids,
                     num_computed_tokens=row.num_computed_tokens,
-                    end=first_end(again, outputs[row.sample_index] or (), limit),
+                    # Nobody comes for a vector: its client waited on a connection that is gone.
+                    end=SampleEnd(FinishReason.ABORT, 0)
+                    if row.pools
+                    else first_end(again, outputs[row.sample_index] or (), limit),
                 )
                 for row in rows
             ),

@@ -162,4 +162,8 @@ class LlamaModel:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return [num_rows, vocab_size] float32 scores of the residual streams ``hidden``; on ranks but 0 None."""
-        return self.head.scores(rms_norm(hidden, self.norm, self._eps))
+        return self.head.scores(self.final_hidden(hidden))
+
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """Return [num_rows, hidden_size] of the residual streams ``hidden``, behind the final norm."""
+        return rms_norm(hidden, self.norm, self._eps)

@@ -42,6 +42,9 @@ class Model(Protocol):
     ) -> Tensor:
         """Return [num_tokens, hidden_size]; keys and values of the tokens are in the cache afterwards."""
 
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """Return [num_rows, hidden_size] behind the final norm, what an embedding is pooled from."""
+
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return [num_rows, vocab_size] float32 on rank 0, which samples; None on the others, which take part."""
 

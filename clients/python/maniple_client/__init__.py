@@ -26,7 +26,7 @@ from maniple_client.errors import (
     WrongState,
 )
 from maniple_client.events import Chunk, Done, Event, Finished, Sample, Started, Transcript
-from maniple_client.requests import Message, Options, Sampling
+from maniple_client.requests import Embedding, Message, Options, Sampling
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -40,6 +40,7 @@ __all__ = [
     "DataLoss",
     "DeadlineExceeded",
     "Done",
+    "Embedding",
     "Event",
     "FieldViolation",
     "Finished",

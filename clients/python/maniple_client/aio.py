@@ -16,7 +16,15 @@ from maniple_client.client import _CALL_TIMEOUT_S
 from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error, richer
 from maniple_client.events import Event, Transcript, event_of
 from maniple_client.recovery import RESUME_FOR_S, Recovery
-from maniple_client.requests import Messages, Options, generate_request, tokenize_request
+from maniple_client.requests import (
+    Embedding,
+    Messages,
+    Options,
+    Pooling,
+    embed_request,
+    generate_request,
+    tokenize_request,
+)
 from maniple_client.resuming import left_s, open_call, response_of
 from maniple_client.servers import Servers
 
@@ -175,6 +183,32 @@ class AsyncClient:
         request = generate_request(prompt, token_ids, messages, options)
         return AsyncGenerationStream(self._servers, request, timeout_s, self._resume_for_s)
 
+    async def embed(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Iterable[int] | None = None,
+        pooling: Pooling = "last",
+        normalize: bool | None = None,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Embedding:
+        """Turn a prompt into a vector. As ``Client.embed``."""
+        request = embed_request(prompt, token_ids, pooling, normalize, model, request_id)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        recovery = Recovery(give_up_after_s=self._resume_for_s, num_addresses=len(self._servers))
+        while True:
+            server = self._servers.present
+            try:
+                return Embedding.of(await self._unary(server.inference.Embed, request, left_s(deadline)))
+            except ManipleError as error:
+                attempt = recovery.after(error, time.monotonic(), has_started=False, may_repeat=not request_id)
+                if attempt is None:
+                    raise
+                await asyncio.sleep(attempt.delay_s)
+                self._servers.move(attempt.address, server)
+
     async def abort(self, request_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """End a request; its stream ends with reason abort. Return whether it was running."""
         answer = await self._unary(self._inference.Abort, inference_pb2.AbortRequest(request_id=request_id), timeout_s)
@@ -238,7 +272,7 @@ class AsyncClient:
             await asyncio.sleep(poll_s)
 
     @staticmethod
-    async def _unary(method: Any, request: Any, timeout_s: float) -> Any:
+    async def _unary(method: Any, request: Any, timeout_s: float | None) -> Any:
         try:
             return await method(request, timeout=timeout_s)
         except grpc.RpcError as error:

@@ -15,7 +15,15 @@ from maniple_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
 from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error, richer
 from maniple_client.events import Event, Transcript, event_of
 from maniple_client.recovery import RESUME_FOR_S, Recovery
-from maniple_client.requests import Messages, Options, generate_request, tokenize_request
+from maniple_client.requests import (
+    Embedding,
+    Messages,
+    Options,
+    Pooling,
+    embed_request,
+    generate_request,
+    tokenize_request,
+)
 from maniple_client.resuming import left_s, open_call, response_of
 from maniple_client.servers import Servers
 
@@ -196,6 +204,42 @@ class Client:
         request = generate_request(prompt, token_ids, messages, options)
         return GenerationStream(self._servers, request, timeout_s, self._resume_for_s)
 
+    def embed(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Iterable[int] | None = None,
+        pooling: Pooling = "last",
+        normalize: bool | None = None,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Embedding:
+        """Turn a prompt into a vector. Sent again by itself where a server or its workers were lost on the way.
+
+        Args:
+            prompt: text.
+            token_ids: ids, as they are.
+            pooling: the hidden state of the last token, or the mean over all tokens.
+            normalize: scale the vector to length 1. Default: the server's, which does.
+            model: a served name.
+            request_id: an id of your own. A request that has one is sent once.
+            timeout_s: the deadline.
+        """
+        request = embed_request(prompt, token_ids, pooling, normalize, model, request_id)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        recovery = Recovery(give_up_after_s=self._resume_for_s, num_addresses=len(self._servers))
+        while True:
+            server = self._servers.present
+            try:
+                return Embedding.of(self._unary(server.inference.Embed, request, left_s(deadline)))
+            except ManipleError as error:
+                attempt = recovery.after(error, time.monotonic(), has_started=False, may_repeat=not request_id)
+                if attempt is None:
+                    raise
+                time.sleep(attempt.delay_s)
+                self._servers.move(attempt.address, server)
+
     def abort(self, request_id: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """End a request; its stream ends with reason abort. Return whether it was running."""
         request = inference_pb2.AbortRequest(request_id=request_id)
@@ -253,7 +297,7 @@ class Client:
             time.sleep(poll_s)
 
     @staticmethod
-    def _unary(method: Callable[..., _Answer], request: Any, timeout_s: float) -> _Answer:
+    def _unary(method: Callable[..., _Answer], request: Any, timeout_s: float | None) -> _Answer:
         try:
             return method(request, timeout=timeout_s)
         except grpc.RpcError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypedDict
 
 from maniple.v1 import inference_pb2, sampling_pb2
 
@@ -61,6 +62,8 @@ class Options(Sampling, total=False):
     lora: str
 
 
+Pooling = Literal["last", "mean"]
+_POOLINGS = {"last": inference_pb2.EmbedRequest.POOLING_LAST, "mean": inference_pb2.EmbedRequest.POOLING_MEAN}
 Messages = Iterable[Message | Mapping[str, Any]]
 _SAMPLING_NAMES = frozenset(Sampling.__annotations__)
 
@@ -118,4 +121,39 @@ def tokenize_request(
         request.text = text
     else:
         request.chat.CopyFrom(chat_prompt(messages or ()))
+    return request
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """A prompt as a vector, as long as the model's hidden size."""
+
+    vector: tuple[float, ...]
+    num_prompt_tokens: int
+
+    @classmethod
+    def of(cls, response: inference_pb2.EmbedResponse) -> Self:
+        """Read an answer."""
+        return cls(tuple(response.embedding), response.num_prompt_tokens)
+
+
+def embed_request(
+    prompt: str | None,
+    token_ids: Iterable[int] | None,
+    pooling: Pooling,
+    normalize: bool | None,
+    model: str,
+    request_id: str,
+) -> inference_pb2.EmbedRequest:
+    """Return the request that turns a prompt into a vector."""
+    only_one(prompt=prompt, token_ids=token_ids)
+    if pooling not in _POOLINGS:
+        raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(map(repr, _POOLINGS))}")
+    request = inference_pb2.EmbedRequest(
+        request_id=request_id, model=model, pooling=_POOLINGS[pooling], normalize=normalize
+    )
+    if prompt is not None:
+        request.text = prompt
+    else:
+        request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=token_ids))
     return request

@@ -22,6 +22,7 @@ def workload(rng: random.Random, count: int) -> list[Request]:
             min_tokens=rng.choice([0, 3]),
             stop_ids=frozenset(rng.sample(range(VOCAB), rng.choice([0, 3]))),
             n=rng.choice([1, 1, 2, 4]),
+            pooling=rng.choice([None, None, None, "last", "mean"]),
             priority=rng.choice([0, 1]),
             arrival=float(number),
         )

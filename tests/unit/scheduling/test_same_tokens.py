@@ -25,6 +25,7 @@ def workload(seed: int, count: int) -> list[Request]:
                 min_tokens=rng.choice([0, 0, 3]),
                 stop_ids=frozenset(rng.sample(range(VOCAB), rng.choice([0, 2, 5]))),
                 n=rng.choice([1, 1, 1, 1, 2, 4]),
+                pooling=rng.choice([None, None, None, None, "last", "mean"]),
                 priority=rng.choice([0, 1, 1]),
                 arrival=float(number),
             )
@@ -58,7 +59,7 @@ def test_a_thousand_requests_get_the_tokens_of_their_solo_runs(depth, num_blocks
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_preempted_and_checked_at_every_step(depth):
     bench = Bench(num_blocks=25, max_model_len=60, max_steps_in_flight=depth)
-    requests = [bench.add(request) for request in workload(seed=depth, count=60)]
+    requests = [bench.add(request) for request in workload(seed=depth, count=80)]
     bench.run()
     bench.check_outputs(requests)
     bench.check_empty()
