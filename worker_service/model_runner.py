@@ -19,6 +19,7 @@ from torch import Tensor
 
 from maniple_kernels.gumbel import gumbel_argmax
 from maniple_kernels.paged_attention import plan_attention
+from service_chassis.protocol.logprobs import Logprobs
 from worker_service.input_batch import InputBatch, StepInput
 from worker_service.kv_cache import KvCache, KvCacheSpec
 from worker_service.memory import KvDemand, plan_memory
@@ -27,8 +28,10 @@ from worker_service.platforms.choose import choose_platform
 from worker_service.pooling import Float64Array, Pooler
 from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
+from worker_service.sampling.logprobs import PROMPT_SLICE, StepLogprobs
 from worker_service.sampling.sampler import Sampler, check_finite
-from worker_service.step_work import Float32Array, Int32Array, Mode, StepOutput, StepWork
+from worker_service.sampling.tensor_logprobs import report_tensors
+from worker_service.step_work import RAW_LOGITS, Float32Array, Int32Array, Mode, RowLogprobs, StepOutput, StepWork
 from worker_service.tensor_group import TensorGroup
 
 _NOTHING_SAMPLED = np.zeros(0, np.int32)
@@ -164,31 +167,56 @@ class TorchModelRunner:
         assert self._kv is not None
         started = time.perf_counter()
         sampled = _NOTHING_SAMPLED
+        logprobs: tuple[RowLogprobs, ...] = ()
         vectors: tuple[Float32Array, ...] = ()
         if work.mode is Mode.RUN and len(work.rows):
             with torch.inference_mode():
-                sampled, vectors = self._run(work, self._batch, self._kv)
+                sampled, logprobs, vectors = self._run(work, self._batch, self._kv)
         return StepOutput(
             step=work.step,
             token_ids=sampled,
             token_digest=self._batch.token_digest,
             device_us=int((time.perf_counter() - started) * 1e6),
             vectors=vectors,
+            logprobs=logprobs,
         )
 
-    def _run(self, work: StepWork, batch: InputBatch, kv: KvCache) -> tuple[Int32Array, tuple[Float32Array, ...]]:
-        """Return the tokens of the rows that sample, and on the output rank the vectors of those that pool."""
+    def _run(
+        self, work: StepWork, batch: InputBatch, kv: KvCache
+    ) -> tuple[Int32Array, tuple[RowLogprobs, ...], tuple[Float32Array, ...]]:
+        """Return what rows sample, log-probabilities, and on the output rank the vectors of rows that pool."""
         hidden = self._forward(batch.prepare(work), kv)
         vectors = self._pool(work, hidden)
         rows = work.rows[work.samples]
-        if len(rows) == 0:
-            return _NOTHING_SAMPLED, vectors
+        telling = StepLogprobs(batch.sampling.logprobs, work, batch.num_prompt_tokens)
+        prompts = self._prompt_logprobs(telling, batch, hidden)
+        if len(rows) == 0 and not telling.spans:
+            return _NOTHING_SAMPLED, (), vectors
         if len(hidden) > len(rows):
             last = np.cumsum(work.num_scheduled_tokens)[work.samples] - 1
             hidden = hidden[self._on_device(last)]
-        sampled = self._agree(self._compute_logits(hidden), rows)
+        logits = self._compute_logits(hidden) if len(rows) else None
+        sampled, logprobs = self._agree(logits, rows, telling, prompts)
         batch.append(rows, sampled)
-        return sampled, vectors
+        return sampled, logprobs, vectors
+
+    def _prompt_logprobs(self, telling: StepLogprobs, batch: InputBatch, hidden: Tensor) -> list[Logprobs]:
+        """Report on the positions of prompts that are told with this step, a slice at a time; on rank 0."""
+        model = self._model
+        assert model is not None
+        found = []
+        for span in telling.spans:
+            columns = Logprobs(span.num_likeliest + 1)
+            for start, stop in span.slices():
+                logits = model.logits(hidden[span.first_place + start : span.first_place + stop])
+                if logits is not None:
+                    first = span.first_position + start
+                    check_finite(logits, lambda place: f"row {span.req_index}, position {first + place}")  # noqa: B023
+                    tokens = batch.token_ids[span.req_index, first : span.first_position + stop]
+                    said = report_tensors(logits, tokens, span.num_likeliest, span.mode != RAW_LOGITS)
+                    columns.extend(said.columns(0, stop - start, span.num_likeliest))
+            found.append(columns)
+        return found
 
     def _pool(self, work: StepWork, hidden: Tensor) -> tuple[Float32Array, ...]:
         """Pool hidden states where they are asked for: all ranks have them, the output rank answers."""
@@ -204,10 +232,15 @@ class TorchModelRunner:
 
         return self._pooler.take(work, sum_of)
 
-    def _agree(self, logits: Tensor | None, rows: Int32Array) -> Int32Array:
-        """Have rank 0, which has the logits, decide the tokens of ``rows`` and tell the others."""
-        own = self._sampler.sample(logits, rows).tobytes() if logits is not None else b""
-        return np.frombuffer(self._group.broadcast(own), np.int32)
+    def _agree(
+        self, logits: Tensor | None, rows: Int32Array, telling: StepLogprobs, prompts: list[Logprobs]
+    ) -> tuple[Int32Array, tuple[RowLogprobs, ...]]:
+        """Have rank 0, which has the logits, decide the tokens of ``rows`` and tell the others, who keep it all too."""
+        own = b""
+        if self._group.rank == OUTPUT_RANK:
+            sampled = self._sampler.sample(logits, rows, telling.output) if logits is not None else _NOTHING_SAMPLED
+            own = telling.to_bytes(sampled, telling.output.take(sampled, report_tensors), prompts)
+        return telling.from_bytes(self._group.broadcast(own))
 
     def _forward(self, step: StepInput, kv: KvCache) -> Tensor:
         """Return the hidden state of every token of the step."""
@@ -242,7 +275,7 @@ class TorchModelRunner:
         )
         with torch.inference_mode():
             hidden = self._forward(step, kv)
-            logits = self._compute_logits(hidden[: self._options.max_num_seqs])
+            logits = self._compute_logits(hidden[: max(self._options.max_num_seqs, PROMPT_SLICE)])
             if logits is not None:
                 # A model that computes nonsense of nothing is refused before it serves anybody.
                 check_finite(logits, lambda place: "already before the first request; are its weights what they seem?")

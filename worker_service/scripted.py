@@ -24,14 +24,16 @@ import numpy.typing as npt
 from service_chassis.errors import InvalidParameter, NotBuilt
 from service_chassis.protocol.arrays import UInt64Array, mix_array, token_terms_sum
 from service_chassis.protocol.digest import MASK64, mix, row_factor, token_term
+from service_chassis.protocol.logprobs import Logprobs
 from service_chassis.scripted import Fault, ScriptedOptions
 from worker_service.pooling import Float64Array, Pooler
 from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
 from worker_service.sampling.columns import SamplingColumns
+from worker_service.sampling.logprobs import OutputLogprobs, StepLogprobs, report_arrays
 from worker_service.scripted_sampling import Float32Array, needs_full_sampler, sample_plainly
+from worker_service.step_work import RAW_LOGITS, Int32Array, NewRow, RowLogprobs, StepOutput, StepWork, TableOp
 from worker_service.step_work import Float32Array as Vector
-from worker_service.step_work import Int32Array, NewRow, StepOutput, StepWork, TableOp
 
 if TYPE_CHECKING:
     from worker_service.sampling.sampler import Sampler
@@ -206,7 +208,10 @@ class ScriptedRunner:
         positions = work.num_computed_tokens + work.num_scheduled_tokens
         self._group.barrier()  # where the layers of a real model meet
         vectors = self._pool(work)
-        token_ids = self._decide(work.rows[work.samples], positions[work.samples], last[work.samples])
+        telling = StepLogprobs(self.sampling.logprobs, work, self.num_prompt_tokens)
+        token_ids, logprobs = self._decide(
+            work.rows[work.samples], positions[work.samples], last[work.samples], telling
+        )
         num_tokens = int(work.num_scheduled_tokens.sum())
         wanted_s = self._options.step_time_s + num_tokens * self._options.step_time_per_token_s
         if (left_s := started + wanted_s - time.monotonic()) > 0:
@@ -219,6 +224,7 @@ class ScriptedRunner:
             token_digest=sum(self._token_digests.values()) & MASK64 ^ self._has_diverged,
             device_us=int((time.monotonic() - started) * 1e6),
             vectors=vectors,
+            logprobs=logprobs,
         )
 
     def _pool(self, work: StepWork) -> tuple[Vector, ...]:
@@ -244,21 +250,51 @@ class ScriptedRunner:
             self._slots[table[position // size] * size + position % size] = h
         return h
 
-    def _decide(self, rows: Int32Array, positions: Int32Array, last: UInt64Array) -> Int32Array:
+    def _decide(
+        self, rows: Int32Array, positions: Int32Array, last: UInt64Array, telling: StepLogprobs
+    ) -> tuple[Int32Array, tuple[RowLogprobs, ...]]:
         """Have rank 0 choose the token at ``positions`` of ``rows``, and know it from now on."""
-        if len(rows) == 0:
-            return np.zeros(0, np.int32)
-        own = self._sample(rows, positions, last).tobytes() if self._group.rank == OUTPUT_RANK else b""
-        token_ids = np.frombuffer(self._group.broadcast(own), np.int32)
+        if len(rows) == 0 and not telling.spans:
+            return np.zeros(0, np.int32), ()
+        own = b""
+        if self._group.rank == OUTPUT_RANK:
+            chosen, sampled = self._sample(rows, positions, last)
+            own = telling.to_bytes(chosen, sampled, self._prompt_logprobs(telling))
+        token_ids, logprobs = telling.from_bytes(self._group.broadcast(own))
         self.token_ids[rows, positions] = token_ids
         self.num_tokens[rows] = positions + 1
         for row, position, token in zip(rows.tolist(), positions.tolist(), token_ids.tolist(), strict=True):
             self._token_digests[row] += token_term(row_factor(self._keys[row]), position, token)
-        return token_ids
+        return token_ids, logprobs
 
-    def _sample(self, rows: Int32Array, positions: Int32Array, last: UInt64Array) -> Int32Array:
-        """Choose the token at ``positions`` of ``rows``, whose last h is ``last``."""
+    def _prompt_logprobs(self, telling: StepLogprobs) -> list[Logprobs]:
+        """Report on the positions of prompts that are told with this step."""
+        found = []
+        for span in telling.spans:
+            columns = Logprobs(span.num_likeliest + 1)
+            for start, stop in span.slices():
+                first, end = span.first_position + start, span.first_position + stop
+                scores = self._logits(self._hashes(span.req_index, first - 1, end - 1))
+                tokens = self.token_ids[span.req_index, first:end]
+                said = report_arrays(scores, tokens, span.num_likeliest, span.mode != RAW_LOGITS)
+                columns.extend(said.columns(0, stop - start, span.num_likeliest))
+            found.append(columns)
+        return found
+
+    def _hashes(self, req_index: int, start: int, stop: int) -> UInt64Array:
+        """Return h of computed positions [start, stop) of a row."""
+        size, table = self._load.block_size, np.array(self._tables[req_index], np.int64)
+        positions = np.arange(start, stop)
+        h: UInt64Array = self._slots[table[positions // size] * size + positions % size]
+        return h
+
+    def _sample(
+        self, rows: Int32Array, positions: Int32Array, last: UInt64Array
+    ) -> tuple[Int32Array, dict[int, Logprobs]]:
+        """Choose the token at ``positions`` of ``rows``, whose last h is ``last``; report on the rows that asked."""
         token_ids = np.zeros(len(rows), np.int32)
+        told: dict[int, Logprobs] = {}  # req_index -> of its token
+        forced_places: list[int] = []
         full: list[int] = []  # places
         plain: list[int] = []
         for place, row in enumerate(rows.tolist()):
@@ -266,22 +302,35 @@ class ScriptedRunner:
             if forced is not None:
                 index = int(positions[place] - self.num_prompt_tokens[row])
                 token_ids[place] = forced[index] if index < len(forced) else self._options.eos_token_id
+                forced_places.append(place)
             else:
                 (full if row in self._full else plain).append(place)
+        if noting := OutputLogprobs(self.sampling.logprobs, rows[forced_places]):
+            scores = self._logits(last[forced_places])
+            noting.note_raw(scores)
+            noting.note_processed(scores)
+            told |= noting.take(token_ids[forced_places], report_arrays)
         if plain:
+            noting = OutputLogprobs(self.sampling.logprobs, rows[plain])
             token_ids[plain] = sample_plainly(
                 self._logits(last[plain]),
                 rows[plain],
                 positions[plain],
                 self.num_prompt_tokens[rows[plain]],
                 self.sampling,
+                noting,
             )
+            told |= noting.take(token_ids[plain], report_arrays)
         if full:
             import torch
 
+            from worker_service.sampling.tensor_logprobs import report_tensors
+
+            noting = OutputLogprobs(self.sampling.logprobs, rows[full])
             logits = torch.from_numpy(self._logits(last[full]))
-            token_ids[full] = self._real_sampler().sample(logits, rows[full])
-        return token_ids
+            token_ids[full] = self._real_sampler().sample(logits, rows[full], noting)
+            told |= noting.take(token_ids[full], report_tensors)
+        return token_ids, told
 
     def _logits(self, last: UInt64Array) -> Float32Array:
         """Return [num_rows, vocab_size] from h of each row's last token: 24 random bits as a number in [0, 8)."""

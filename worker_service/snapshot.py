@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Iterator
-from itertools import zip_longest
 from urllib.parse import unquote
 
 from maniple.v1 import worker_pb2
@@ -49,11 +48,11 @@ def snapshot_parts(
     for row in batch.rows if batch is not None else ():
         part = Part(row=_row(row))
         yield from _with_logprobs(part, part.row.logprobs, row.logprobs, row.prompt_logprobs)
-    for (tombstone, age_s), told in zip_longest(tombstones, tombstone_logprobs, fillvalue=(None, None)):
-        assert tombstone is not None, "no more is told than there are tombstones"
+    told = iter(tombstone_logprobs)
+    for tombstone, age_s in tombstones:
         part = Part(tombstone=tombstone)
         part.tombstone.age_s = age_s
-        yield from _with_logprobs(part, part.tombstone.logprobs, *told)
+        yield from _with_logprobs(part, part.tombstone.logprobs, *next(told, (None, None)))
     for kv_group, kept in enumerate(batch.block_hashes if batch is not None else ()):
         for start in range(0, len(kept), _HASHES_PER_PART):
             some = kept[start : start + _HASHES_PER_PART]

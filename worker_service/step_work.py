@@ -157,5 +157,5 @@ class StepOutput:
     token_ids: Int32Array  # one per row of the work that samples, in the order of ``rows``
     token_digest: int = 0  # over all known tokens of all live rows after the step
     device_us: int = 0
-    vectors: tuple[Float32Array, ...] = ()  # [hidden_size] each, of the work's ``pooled``; on the output rank
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows that asked, ascending; the same on all ranks
+    vectors: tuple[Float32Array, ...] = ()  # [hidden_size] each, of the work's ``pooled``; on the output rank

@@ -34,7 +34,7 @@ from worker_service.heartbeat import Failure, Vitals, failure_of
 from worker_service.ownership import Ownership
 from worker_service.runner import ModelFacts
 from worker_service.step_loop import CompletedStep, StepLoop
-from worker_service.step_work import Mode
+from worker_service.step_work import Mode, RowLogprobs
 from worker_service.steps_stream import StepsStream
 from worker_service.tombstones import Tombstones
 
@@ -267,8 +267,9 @@ class Steps:
         if batch is None or step != self._vitals.completed[0] + 1:
             return  # of a batch that was dropped
         sampled = done.output.token_ids if done.output is not None else _NO_TOKENS
+        logprobs = done.output.logprobs if done.output is not None else ()
         try:
-            batch.completed.complete(done.work, sampled, done.token_digest, time.monotonic())
+            batch.completed.complete(done.work, sampled, done.token_digest, time.monotonic(), logprobs)
         except Exception as error:  # the device returned something else than was asked for: nobody would hear of it
             get_logger().error("step.not_completed", step=step, exc_info=error)
             self._on_failure(failure_of(error, step=step))
@@ -286,12 +287,22 @@ class Steps:
                 step=step,
                 token_ids=done.output.token_ids.tolist(),
                 vectors=_vectors(done),
+                logprobs=[_row_logprobs(one) for one in logprobs],
                 device_us=done.output.device_us or done.device_us,
                 queued_us=done.queued_us,
             ),
         )
         if self._stream is not None:
             self._stream.result_ready()
+
+
+def _row_logprobs(told: RowLogprobs) -> scheduler_delta_pb2.RowLogprobs:
+    return scheduler_delta_pb2.RowLogprobs(
+        req_index=told.req_index,
+        sampled=told.sampled.to_message() if told.sampled is not None else None,
+        prompt=told.prompt.to_message() if told.prompt is not None else None,
+        first_position=told.first_position,
+    )
 
 
 def _vectors(done: CompletedStep) -> list[scheduler_delta_pb2.RowVector]:
