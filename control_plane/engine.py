@@ -32,6 +32,7 @@ from control_plane.pause import PAUSE_REASONS, PauseMode
 from control_plane.rates import Rate
 from control_plane.routing import Candidate
 from control_plane.scheduling import request as scheduled
+from control_plane.scheduling.block_events import BlockEvent, BlockStored
 from control_plane.scheduling.plan import PlanMode, ResultMismatch, SampleOutput, StepPlan
 from control_plane.scheduling.scheduler import Scheduler
 from control_plane.text.tokenizer import Tokenizer
@@ -129,6 +130,7 @@ class Engine:
         self._has_failed = False
         self._wake = asyncio.Event()
         self._flush_at: float | None = None
+        self._block_listener: Callable[[Sequence[BlockEvent]], None] | None = None
         self._closed_reason = ""  # why no new requests are accepted
         self._readiness: list[Callable[[bool], None]] = []
         self._prompt_rate, self._output_rate, self._step_rate = Rate(), Rate(), Rate()
@@ -319,6 +321,7 @@ class Engine:
             num_free_blocks=scheduler.num_free_blocks,
             num_cached_blocks=scheduler.num_cached_blocks,
             num_preemptions=scheduler.num_preemptions,
+            num_waiting_tokens=scheduler.num_waiting_tokens(),
             prompt_tokens_per_s=self._prompt_rate.per_second(now),
             output_tokens_per_s=self._output_rate.per_second(now),
             steps_per_s=self._step_rate.per_second(now),
@@ -364,6 +367,23 @@ class Engine:
         while self._pause is not None and not self.is_still:
             self._has_settled.clear()
             await self._has_settled.wait()
+
+    def follow_blocks(self, listener: Callable[[Sequence[BlockEvent]], None] | None) -> None:
+        """Tell ``listener`` what happens to named blocks from now on, once a step; None: tell nobody."""
+        self._block_listener = listener
+        self._scheduler.record_block_events(listener is not None)
+
+    def stored_blocks(self) -> tuple[list[BlockStored], int]:
+        """Return every named block, parents first, and how many there are whose tokens nobody here knows. O(named).
+
+        What the listener is told after this follows on it.
+        """
+        self._tell_block_events()
+        return self._scheduler.stored_blocks()
+
+    def _tell_block_events(self) -> None:
+        if self._block_listener is not None and (events := self._scheduler.take_block_events()):
+            self._block_listener(events)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books of the batch do not agree. O(everything)."""
@@ -419,6 +439,7 @@ class Engine:
             if plan is not None or self._outputs:
                 await asyncio.sleep(0)  # the writers' turn: the device waits for the delta, no client for its text
             self._publish()
+            self._tell_block_events()
             if self._is_leaving and not self._scheduler.num_outstanding:
                 self._has_left.set()
             if self._pause is not None and self.is_still:

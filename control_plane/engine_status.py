@@ -48,6 +48,7 @@ class EngineStatus:
     num_free_blocks: int
     num_cached_blocks: int
     num_preemptions: int
+    num_waiting_tokens: int  # to be computed before what waits can sample, if nothing of it is cached
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     steps_per_s: float

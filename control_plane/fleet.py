@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -13,11 +13,12 @@ from control_plane.engine import Engine
 from control_plane.engine_status import EngineLimits, FleetStatus, GroupView, RequestIds
 from control_plane.generation import Cursor, Generation
 from control_plane.generation_stream import GenerationStream
+from control_plane.kv_event_log import KvEventLog, KvFollower
 from control_plane.live_request import LiveRequest, resumed_stream
 from control_plane.pause import PAUSE_REASONS, PauseMode
 from control_plane.routing import choose_group
 from control_plane.scheduling.request import Request
-from service_chassis.errors import DuplicateRequest, NotReady, UnknownRequest, WrongState
+from service_chassis.errors import DuplicateRequest, InvalidParameter, NotReady, UnknownRequest, WrongState
 from service_chassis.ids import RequestId
 
 log = structlog.get_logger(__name__)
@@ -34,6 +35,7 @@ class _Place:
     state: str = FORMING  # while there is no engine
     reason: str = ""
     owner_address: str = ""  # where another control plane that has the group answers clients
+    kv_events: KvEventLog = field(default_factory=KvEventLog)
 
     def present_state(self) -> str:
         """Return the state of the group as it is now."""
@@ -73,6 +75,7 @@ class Fleet:
         """Seat the engine of a group; readiness is its own from now on."""
         place = self._places.setdefault(name, _Place())
         place.engine, place.owner_address = engine, ""
+        place.kv_events.belong_to(engine)
         for other in self._engines():
             if other is not engine:
                 engine.leave_to(other)
@@ -91,6 +94,7 @@ class Fleet:
             self._past_queries += status.prefix_cache_queries
             self._past_hits += status.prefix_cache_hits
         place.engine, place.state, place.reason = None, state, reason
+        place.kv_events.belong_to(None)
         self._tell(None)
 
     def report(self, reason: str, name: str = "0") -> None:
@@ -154,7 +158,13 @@ class Fleet:
 
     async def generate(self, generation: Generation) -> GenerationStream:
         """Admit a request to the group that suits it best. Raises as ``Engine.generate`` does."""
-        ready = [engine for engine in self._engines() if engine.admits]
+        places = list(self._places.values())
+        if generation.group is not None:
+            if not 0 <= generation.group < len(places):
+                rule = f"must be from 0 to {len(places) - 1}, since there are {len(places)} groups"
+                raise InvalidParameter("data_parallel_rank", generation.group, rule if len(places) > 1 else "must be 0")
+            places = [places[generation.group]]
+        ready = [place.engine for place in places if place.engine is not None and place.engine.admits]
         if not ready:
             raise self._not_ready()
         request_id = generation.request_id
@@ -202,6 +212,25 @@ class Fleet:
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that no row holds, in all groups; return the number of blocks."""
         return sum(engine.reset_prefix_cache() for engine in self._some_engines())
+
+    def follow_kv_events(self) -> KvFollower:
+        """Return somebody who can follow what the groups have cached. Raises ``NotReady`` where there is none."""
+        self._some_engines()
+        return KvFollower(place.kv_events for place in self._places.values())
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is here; False: some still were after ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle()
+        except TimeoutError:
+            pass
+        return all(engine.is_idle for engine in self._engines())
+
+    async def _idle(self) -> None:
+        # A request may move from one to another meanwhile.
+        while busy := [engine for engine in self._engines() if not engine.is_idle]:
+            await busy[0].wait_idle()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
         """Stop scheduling in every group, those to come too, and return when nothing is computed any more.
@@ -268,9 +297,7 @@ class Fleet:
         self.close(DRAINING)
         try:
             async with asyncio.timeout(timeout_s):
-                # A request may move from one to another meanwhile.
-                while busy := [engine for engine in self._engines() if not engine.is_idle]:
-                    await busy[0].wait_idle()
+                await self._idle()
             return 0
         except TimeoutError:
             return self.abort_all()

@@ -88,6 +88,7 @@ class Generation:
     cache_namespace: bytes = b""
     skip_reading_prefix_cache: bool = False
     deadline: float | None = None  # on the engine's monotonic clock
+    group: int | None = None  # which group has to compute it; None: whichever suits it
     detach_grace_s: float = 0.0  # how long it goes on without a stream; 0: a broken stream ends it
     only_final: bool = False  # its client wants whole outputs, no chunks
     client_resumes: bool = False  # its client can take it up elsewhere; else a handover reads on for it

@@ -160,6 +160,13 @@ class ResumeLost(ManipleError):
     reason = errors_pb2.ERROR_REASON_RESUME_LOST
 
 
+class EventsLost(ManipleError):
+    """A subscriber fell behind what is kept of the events."""
+
+    code = code_pb2.DATA_LOSS
+    reason = errors_pb2.ERROR_REASON_EVENTS_LOST
+
+
 class OutOfOrder(ManipleError):
     """A delta with a gap, or a duplicate that is no resend. ``metadata["expected_step"]`` says what was due."""
 

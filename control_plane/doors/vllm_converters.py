@@ -39,8 +39,6 @@ def to_maniple(request: vllm_engine_pb2.GenerateRequest) -> inference_pb2.Genera
             raise NotBuilt(f"{field} is not supported by this server")
     if request.extra_mm_inputs:
         raise NotBuilt("extra_mm_inputs is not supported by this server")
-    if request.HasField("data_parallel_rank") and request.data_parallel_rank > 0:
-        raise InvalidParameter("data_parallel_rank", request.data_parallel_rank, "must be 0: there is one")
     translated = inference_pb2.GenerateRequest(
         request_id=request.request_id,
         sampling=_sampling(request.sampling_params),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -14,12 +16,14 @@ from smg_grpc_proto.generated import common_pb2
 from control_plane.doors import converters, vllm_converters
 from control_plane.doors.calls import Context, call_facts, events
 from control_plane.doors.embeddings import embed, to_embedding
+from control_plane.doors.kv_event_stream import HEARTBEAT_S, KvEventStream
+from control_plane.doors.limits import check_number
+from control_plane.doors.load_messages import scheduler_load
 from control_plane.doors.served_model import ServedModel
 from control_plane.doors.tokenizer_archive import TokenizerArchive, pack
-from control_plane.engine_status import EngineLimits, EngineStatus
 from control_plane.fleet import Fleet
 from control_plane.generation import Chunk, SampleFinished, Started
-from service_chassis.errors import NotBuilt
+from service_chassis.errors import NotBuilt, NotReady
 from service_chassis.ids import RequestId
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -38,12 +42,14 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         self._version = version
         self._new_seed = new_seed
         self._archive: TokenizerArchive | None = None
+        self._received_at = 0.0  # the last request, in Unix time
 
     async def Generate(
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse, None]:
         """With ``stream`` chunks of new ids; always one ``complete`` per sample, with all of its ids."""
         fleet = self._fleet
+        self._received_at = time.time()
         generation = await converters.to_generation(
             vllm_converters.to_maniple(request),
             call_facts(context, fleet),
@@ -51,6 +57,8 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
             limits=fleet.limits,
             new_seed=self._new_seed,
         )
+        if request.HasField("data_parallel_rank"):
+            generation = replace(generation, group=request.data_parallel_rank)
         outputs: dict[int, list[int]] = {index: [] for index in range(generation.sampling.n)}
         num_prompt_tokens = num_cached_tokens = 0
         async with aclosing(events(fleet, generation, context)) as all_events:
@@ -126,6 +134,7 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         return vllm_engine_pb2.GetServerInfoResponse(
             active_requests=status.num_running + status.num_waiting,
             is_paused=self._fleet.is_paused,
+            last_receive_timestamp=self._received_at,
             uptime_seconds=status.uptime_s,
             server_type=_SERVER_TYPE,
             data_parallel_size=len(status.groups),
@@ -133,13 +142,18 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
             block_size=limits.block_size,
             model_dtype=limits.dtype,
             max_num_seqs=limits.max_num_seqs,
+            constrained_decoding_start="first_token",
         )
 
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
     ) -> vllm_engine_pb2.GetLoadsResponse:
-        groups = enumerate(self._fleet.status().groups)
-        loads = [_load(rank, one.engine, one.limits) for rank, one in groups if one.engine and one.limits]
+        wanted = request.dp_rank if request.HasField("dp_rank") else None
+        loads = [
+            scheduler_load(rank, view.engine, view.limits)
+            for rank, view in enumerate(self._fleet.status().groups)
+            if view.engine and view.limits and wanted in (None, rank)
+        ]
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(), version=self._version, dp_rank_count=len(loads), loads=loads
         )
@@ -167,7 +181,14 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        _not_built("FlushCache")
+        """Forget cached prefixes once nothing runs: as that contract has it, a running request is a refusal."""
+        timeout_s = check_number("timeout_s", request.timeout_s, 0.0)
+        if not await self._fleet.wait_idle(timeout_s):
+            status = self._fleet.status()
+            message = f"not flushed: {status.num_running + status.num_waiting} samples run or wait"
+            return common_pb2.FlushCacheResponse(success=False, message=message)
+        num_blocks = self._fleet.reset_prefix_cache()
+        return common_pb2.FlushCacheResponse(success=True, message=f"{num_blocks} cached blocks were forgotten")
 
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context
@@ -180,28 +201,22 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        _not_built("SubscribeKvEvents")
-        yield  # makes this the generator that the contract expects
-
-
-def _load(rank: int, status: EngineStatus, limits: EngineLimits) -> vllm_engine_pb2.SchedulerLoad:
-    num_blocks = limits.num_blocks - 1
-    # Cached blocks that can be evicted are free to a request.
-    used = 1 - (status.num_free_blocks + status.num_cached_blocks) / num_blocks
-    queries = status.prefix_cache_queries
-    return vllm_engine_pb2.SchedulerLoad(
-        dp_rank=rank,
-        num_running_reqs=status.num_running,
-        num_waiting_reqs=status.num_waiting,
-        num_total_reqs=status.num_running + status.num_waiting,
-        num_used_tokens=round(used * num_blocks) * limits.block_size,
-        max_total_num_tokens=num_blocks * limits.block_size,
-        token_usage=used,
-        gen_throughput=status.output_tokens_per_s,
-        cache_hit_rate=status.prefix_cache_hits / queries if queries else 0.0,
-        utilization=min(1.0, status.num_running / limits.max_num_seqs),
-        max_running_requests=limits.max_num_seqs,
-    )
+        """All that is cached, then every change; while there is none, the load once a second."""
+        with self._fleet.follow_kv_events() as follower:
+            await context.send_initial_metadata(())  # a subscriber may wait for the answer to begin
+            stream = KvEventStream(self._fleet, follower)
+            if not (request.start_sequence_number and follower.continue_after(request.start_sequence_number)):
+                for message in stream.beginning():
+                    yield message
+            while True:
+                while messages := stream.news():
+                    for message in messages:
+                        yield message
+                if not follower.is_any_alive:
+                    raise NotReady(f"there is no prefix cache: {self._fleet.not_ready_reason}")
+                if not await follower.wait(HEARTBEAT_S):
+                    for message in stream.heartbeat():
+                        yield message
 
 
 def _not_built(method: str) -> NoReturn:

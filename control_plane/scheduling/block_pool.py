@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from control_plane.scheduling.block_events import BlockContents, BlockEvent, BlockRemoved, BlockStored
 from service_chassis.ids import BlockId
+
+
+class _Named(NamedTuple):
+    name: bytes  # chain hash
+    computed_by: int  # step that computes it
+    contents: BlockContents | None  # None: not known
 
 
 class BlockPool:
@@ -23,7 +31,8 @@ class BlockPool:
         self._free = [BlockId(block) for block in range(num_blocks - 1, 0, -1)]  # a stack; low ids first
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # next to be evicted first
         self._by_hash: dict[bytes, BlockId] = {}
-        self._hashes: dict[BlockId, tuple[bytes, int]] = {}  # block id -> (chain hash, step that computes it)
+        self._named: dict[BlockId, _Named] = {}
+        self._events: list[BlockEvent] | None = None  # since they were taken last; None: nobody wants them
 
     @property
     def num_free(self) -> int:
@@ -58,7 +67,7 @@ class BlockPool:
         for block, name in cached:
             if not self._references[block] and name not in self._by_hash:
                 self._by_hash[name] = block
-                self._hashes[block] = (name, computed_by)
+                self._named[block] = _Named(name, computed_by, None)
                 self._cached[block] = None
         self._free = [block for block in self._free if not self._references[block] and block not in self._cached]
 
@@ -70,7 +79,7 @@ class BlockPool:
         blocks: list[BlockId] = []
         for name in hashes:
             block = self._by_hash.get(name)
-            if block is None or self._hashes[block][1] > completed:
+            if block is None or self._named[block].computed_by > completed:
                 break
             blocks.append(block)
         return blocks
@@ -96,7 +105,7 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
-                del self._by_hash[self._hashes.pop(block)[0]]
+                self._forget(block)
             self._references[block] = 1
             taken.append(block)
         return taken
@@ -107,26 +116,63 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if block in self._hashes:
+            if block in self._named:
                 self._cached[block] = None
             else:
                 self._free.append(block)
 
-    def register(self, block: BlockId, name: bytes, computed_by: int) -> None:
+    def register(self, block: BlockId, name: bytes, computed_by: int, contents: BlockContents | None = None) -> None:
         """Name the contents that ``block``, which is in use, has once step ``computed_by`` is completed.
 
         The first block of a name keeps it: two rows that compute the same tokens at once leave one cached block.
         """
-        if name not in self._by_hash and block not in self._hashes:
-            self._by_hash[name] = block
-            self._hashes[block] = (name, computed_by)
+        if name in self._by_hash or block in self._named:
+            return
+        self._by_hash[name] = block
+        self._named[block] = _Named(name, computed_by, contents)
+        if self._events is not None and contents is not None:
+            self._events.append(BlockStored(name, contents))
 
     def forget_cached(self) -> None:
         """Forget the contents of all blocks that no row holds."""
         for block in self._cached:
-            del self._by_hash[self._hashes.pop(block)[0]]
+            self._forget(block)
         self._free.extend(self._cached)
         self._cached.clear()
+
+    def _forget(self, block: BlockId) -> None:
+        name, _, contents = self._named.pop(block)
+        del self._by_hash[name]
+        # Nobody was told of a block of unknown contents.
+        if self._events is not None and contents is not None:
+            self._events.append(BlockRemoved(name))
+
+    # --- for those who follow what is cached
+
+    def record_events(self, wanted: bool) -> None:
+        """Keep events from now on, or no more."""
+        self._events = [] if wanted else None
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return what happened since the last call, in order."""
+        if not self._events:
+            return []
+        taken, self._events = self._events, []
+        return taken
+
+    def stored(self) -> tuple[list[BlockStored], int]:
+        """Return every named block, parents before children, and how many there are of unknown contents. O(named)."""
+        known = {named.name: named.contents for named in self._named.values() if named.contents is not None}
+        found: dict[bytes, BlockStored] = {}
+        for name in known:
+            chain = []  # from a block up to a parent that was found already, or is not here
+            at: bytes | None = name
+            while at is not None and at in known and at not in found:
+                chain.append(at)
+                at = known[at].parent
+            for each in reversed(chain):
+                found[each] = BlockStored(each, known[each])
+        return list(found.values()), len(self._named) - len(found)
 
     def check_integrity(self, tables: Iterable[Sequence[BlockId]]) -> None:
         """Raise AssertionError unless the pool agrees with the tables of all rows."""
@@ -141,6 +187,6 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         assert len(free | cached | in_use) == len(free) + len(cached) + len(in_use), "a block is in two places"
         assert len(free) + len(cached) + len(in_use) == self.num_total, "free + cached + in use is not the total"
-        assert cached <= self._hashes.keys(), "a cached block has no name"
-        assert not free & self._hashes.keys(), "a free block has a name"
-        assert {name: block for block, (name, _) in self._hashes.items()} == self._by_hash, "names and blocks differ"
+        assert cached <= self._named.keys(), "a cached block has no name"
+        assert not free & self._named.keys(), "a free block has a name"
+        assert {named.name: block for block, named in self._named.items()} == self._by_hash, "names and blocks differ"

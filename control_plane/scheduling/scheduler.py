@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from control_plane.scheduling.adoption import AdoptedRequest, AdoptedRow, prompt_is_done
 from control_plane.scheduling.batch import Batch, order_of
+from control_plane.scheduling.block_events import BlockEvent, BlockStored
 from control_plane.scheduling.limits import SchedulerLimits
 from control_plane.scheduling.order_queue import OrderQueue
 from control_plane.scheduling.plan import (
@@ -122,6 +123,15 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Samples that wait: for a row, for blocks, for their first sample, for the end of a pause."""
         return len(self._room)
+
+    def num_waiting_tokens(self) -> int:
+        """Tokens to be computed before what waits can sample, were nothing of it cached. O(waiting)."""
+        # The other samples of a request fork from its first one.
+        return sum(
+            sample.num_prefill_tokens
+            for sample in self._room
+            if not sample.index or sample.state is SampleState.PREEMPTED
+        )
 
     @property
     def num_free_blocks(self) -> int:
@@ -298,6 +308,20 @@ class Scheduler:
         """Forget all blocks that no row holds; the next delta says so to the workers."""
         self._pool.forget_cached()
         self._forget = True
+
+    # --- for those who follow what is cached
+
+    def record_block_events(self, wanted: bool) -> None:
+        """Keep events of blocks from now on, or no more."""
+        self._pool.record_events(wanted)
+
+    def take_block_events(self) -> list[BlockEvent]:
+        """Return what happened to named blocks since the last call, in order. Empty unless it is recorded."""
+        return self._pool.take_events()
+
+    def stored_blocks(self) -> tuple[list[BlockStored], int]:
+        """Return every named block, parents before children, and how many there are of unknown contents. O(named)."""
+        return self._pool.stored()
 
     # --- steps
 

@@ -9,11 +9,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from control_plane.scheduling.block_events import BlockContents
 from control_plane.scheduling.block_pool import BlockPool
 from control_plane.scheduling.plan import BlockCopy
 from control_plane.scheduling.request import Sample
 from service_chassis.ids import BlockId, Step
-from service_chassis.protocol.block_hash import block_hash, root_hash
+from service_chassis.protocol.block_hash import block_hash, packed_ids, root_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,17 @@ class Tables:
         num_full = min(num_computed_tokens, len(sample.token_ids)) // self._block_size
         self._name_blocks(sample, num_full)
         for index in range(sample.num_registered, num_full):
-            self.pool.register(sample.block_ids[index], sample.hashes[index], step)
+            contents = self._contents(sample, index)
+            self.pool.register(sample.block_ids[index], sample.hashes[index], step, contents)
         sample.num_registered = max(sample.num_registered, num_full)
+
+    def _contents(self, sample: Sample, index: int) -> BlockContents:
+        start = index * self._block_size
+        return BlockContents(
+            parent=sample.hashes[index - 1] if index else None,
+            token_ids=packed_ids(sample.token_ids[start : start + self._block_size]),
+            cache_namespace=sample.request.cache_namespace,
+        )
 
     def check_integrity(self, holders: Iterable[Sample]) -> None:
         """Raise AssertionError unless the pool agrees with the tables of ``holders``, who are all that have one."""

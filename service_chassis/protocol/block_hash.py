@@ -29,9 +29,22 @@ def root_hash(namespace: bytes) -> bytes:
     return blake2b(b"maniple-kv-1" + namespace, digest_size=HASH_BYTES).digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the 16-byte name of a block that holds ``token_ids`` after the blocks that ``parent`` names."""
+def packed_ids(token_ids: Sequence[int]) -> bytes:
+    """Return ids as little-endian u32."""
     ids = array("I", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
-    return blake2b(parent + ids.tobytes(), digest_size=HASH_BYTES).digest()
+    return ids.tobytes()
+
+
+def unpacked_ids(packed: bytes) -> array[int]:
+    """Return the ids that ``packed_ids`` packed."""
+    ids = array("I", packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the 16-byte name of a block that holds ``token_ids`` after the blocks that ``parent`` names."""
+    return blake2b(parent + packed_ids(token_ids), digest_size=HASH_BYTES).digest()

@@ -111,7 +111,7 @@ class Witness(SlotHashWorker):
         held = {block for facts in self._bench.state.rows().values() for block in facts.tables[0]}
         for block in pool._cached:
             if block not in held:  # else its last holder leaves with a delta that is still to come
-                assert kept.get(block) == pool._hashes[block][0] or block in self.forgotten
+                assert kept.get(block) == pool._named[block].name or block in self.forgotten
                 self.num_cache_checks += 1
 
 

@@ -147,11 +147,45 @@ async def test_model_server_and_loads_are_described() -> None:
         assert json.loads(model.default_sampling_params_json) == {}
         server = await doors.vllm.GetServerInfo(pb.GetServerInfoRequest())
         assert (server.server_type, server.block_size, server.data_parallel_size) == ("vllm-grpc", 4, 1)
+        assert (server.is_paused, server.last_receive_timestamp) == (False, 0)
         loads = await doors.vllm.GetLoads(pb.GetLoadsRequest())
         # 100 blocks of 4 tokens, of which 60 are free and 15 hold prefixes that can go.
         assert loads.loads[0].token_usage == pytest.approx(0.25)
         assert (loads.loads[0].num_used_tokens, loads.loads[0].max_total_num_tokens) == (100, 400)
         assert loads.loads[0].cache_hit_rate == pytest.approx(0.25)
+        assert loads.loads[0].num_waiting_uncached_tokens == 70
+        assert not (await doors.vllm.GetLoads(pb.GetLoadsRequest(dp_rank=1))).loads
+
+
+async def test_request_for_a_group_that_is_not_there_is_refused() -> None:
+    async with open_doors() as doors:
+        doors.engine.output = [END]
+        wanted = request()
+        for rank in (-1, 1):
+            wanted.data_parallel_rank = rank
+            with pytest.raises(grpc.aio.AioRpcError, match=f"data_parallel_rank={rank}: must be 0") as caught:
+                await ask(doors, wanted)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        wanted.data_parallel_rank = 0
+        assert await ask(doors, wanted)
+
+
+async def test_cache_is_flushed_once_nothing_runs() -> None:
+    async with open_doors() as doors:
+        answer = await doors.vllm.FlushCache(common_pb2.FlushCacheRequest())
+        assert (answer.success, answer.message) == (True, "15 cached blocks were forgotten")
+        doors.engine.gate.clear()
+        call = doors.vllm.Generate(request(max_tokens=1), timeout=10)
+        await until(lambda: doors.engine.seen, "the request")
+        answer = await doors.vllm.FlushCache(common_pb2.FlushCacheRequest(timeout_s=0.01))
+        assert not answer.success
+        assert "run or wait" in answer.message
+        waiting = doors.vllm.FlushCache(common_pb2.FlushCacheRequest(timeout_s=10))
+        doors.engine.gate.set()
+        assert (await waiting).success
+        assert [response async for response in call]
+        with pytest.raises(grpc.aio.AioRpcError, match="timeout_s="):
+            await doors.vllm.FlushCache(common_pb2.FlushCacheRequest(timeout_s=-1))
 
 
 async def test_health_follows_readiness() -> None:
@@ -165,7 +199,6 @@ async def test_health_follows_readiness() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("FlushCache", common_pb2.FlushCacheRequest()),
         ("StartProfile", common_pb2.StartProfileRequest()),
         ("StopProfile", common_pb2.StopProfileRequest()),
     ],

@@ -31,6 +31,7 @@ from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_chassis.errors import Cancelled, ManipleError, NotReady
 from service_chassis.ids import RequestId
 from service_chassis.server import bind, make_server
+from support.waiting import until
 
 SCRIPTED_LIMITS = EngineLimits(
     max_model_len=64,
@@ -119,6 +120,7 @@ class FakeEngine:
             num_free_blocks=60,
             num_cached_blocks=15,
             num_preemptions=3,
+            num_waiting_tokens=70,
             prompt_tokens_per_s=1.5,
             output_tokens_per_s=2.5,
             steps_per_s=3.5,
@@ -129,6 +131,13 @@ class FakeEngine:
 
     def reset_prefix_cache(self) -> int:
         return 15
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._live
+
+    async def wait_idle(self) -> None:
+        await until(lambda: not self._live, "the end of all requests")
 
     def _cancel(self, request_id: RequestId) -> None:
         if (live := self._live.pop(request_id, None)) is not None:

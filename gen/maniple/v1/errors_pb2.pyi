@@ -74,6 +74,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """UNAUTHENTICATED: no or unknown credentials."""
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 22
     """PERMISSION_DENIED: the credentials do not cover this call."""
+    ERROR_REASON_EVENTS_LOST: _ErrorReason.ValueType  # 23
+    """DATA_LOSS: a subscriber of events fell behind what is kept of them; subscribe anew."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The one table of reasons. The comment names the gRPC status it travels with."""
@@ -124,6 +126,8 @@ ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 21
 """UNAUTHENTICATED: no or unknown credentials."""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 22
 """PERMISSION_DENIED: the credentials do not cover this call."""
+ERROR_REASON_EVENTS_LOST: ErrorReason.ValueType  # 23
+"""DATA_LOSS: a subscriber of events fell behind what is kept of them; subscribe anew."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final
