@@ -160,6 +160,7 @@ class Rank:
             raise Fenced(verdict.reason)
         if self.vitals.epoch != verdict.epoch:
             self._steps.end_stream(Fenced(f"epoch {verdict.epoch} was granted to another tenure"))
+            self._stages.lose_owner()
             self.vitals.epoch = verdict.epoch
         get_logger().info("epoch.granted", epoch=verdict.epoch, grounds=verdict.grounds.value)
         accepted, digest = self.vitals.accepted

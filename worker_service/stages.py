@@ -14,13 +14,20 @@ from typing import Any, TypeVar
 
 from maniple.v1 import worker_pb2
 from service_chassis.errors import InternalError, InvalidParameter, ManipleError, WrongState
+from service_chassis.protocol.failure_kinds import BROKEN_COLLECTIVE
 from service_chassis.telemetry import get_logger
 from worker_service.config import WorkerConfig
 from worker_service.heartbeat import Busy, Failure, Vitals, failure_of
-from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup, check_formation
+from worker_service.process_group import (
+    OUTPUT_RANK,
+    BrokenCollective,
+    LoneProcessGroup,
+    ProcessGroup,
+    check_formation,
+)
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, ModelRunner, Progress
 from worker_service.runners import make_runner
-from worker_service.socket_group import Rendezvous, form_socket_group
+from worker_service.socket_group import FormationGivenUp, Patience, Rendezvous, SocketProcessGroup, form_socket_group
 from worker_service.step_loop import StepLoop, freeze_collector
 from worker_service.steps import Steps
 
@@ -53,6 +60,8 @@ class Stages:
         self._check_epoch = check_epoch
         self._group: ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None  # on rank 0 of several, from the first Join on
+        self._forming: Patience | None = None  # while this rank waits for the others
+        self._given_up: ProcessGroup | None = None  # aborted under a stage whose owner is gone
         self._loaded: tuple[LoadOptions, ModelFacts] | None = None
         self._profiled: MemoryFacts | None = None
         self._lock = asyncio.Lock()  # stages run one after another, whoever asks
@@ -96,11 +105,25 @@ class Stages:
 
     def abort_collectives(self) -> None:
         """Have the device thread come back from a collective that will never end."""
+        if self._forming is not None:
+            self._forming.give_up()
         if self._group is not None:
             self._group.abort()
 
+    def lose_owner(self) -> None:
+        """Have a stage under way wait no longer for ranks that its owner may never have told of it.
+
+        The next owner forms the group anew: only one that is ready is taken over as it is.
+        """
+        if self.tasks and self.stage not in (worker_pb2.WORKER_STAGE_READY, worker_pb2.WORKER_STAGE_FAILED):
+            self._given_up = self._group
+            self.abort_collectives()
+
     def leave_formation(self) -> None:
         """Drop the batch and the communicator; weights stay."""
+        failure = self._vitals.failure
+        if failure is not None and failure.kind == BROKEN_COLLECTIVE:
+            self._vitals.failure = None  # another rank left first: what broke is what we leave
         self._steps.drop()
         self._step_loop.call(self._step_loop.forget_rows)
         self.abort_collectives()
@@ -139,17 +162,27 @@ class Stages:
         if request.world_size == 1:
             return LoneProcessGroup(request.formation_id)
         timeout_s = request.timeout_ms / 1000 if request.timeout_ms else _UP_TO_S["form"]
-        return await self._on_device(
-            "form",
-            lambda _: form_socket_group(
-                request.formation_id,
-                request.rank,
-                request.world_size,
-                rendezvous=request.rendezvous,
-                listener=self._rendezvous,
-                timeout_s=timeout_s,
-            ),
-        )
+        patience = self._forming = Patience(timeout_s)
+
+        def form(_: Progress) -> SocketProcessGroup:
+            try:
+                return form_socket_group(
+                    request.formation_id,
+                    request.rank,
+                    request.world_size,
+                    rendezvous=request.rendezvous,
+                    listener=self._rendezvous,
+                    patience=patience,
+                )
+            except FormationGivenUp:
+                raise WrongState("the formation was given up while this rank waited for the others") from None
+            finally:
+                patience.close()
+
+        try:
+            return await self._on_device("form", form)
+        finally:
+            self._forming = None
 
     async def load_model(self, request: worker_pb2.LoadModelRequest) -> worker_pb2.LoadModelResponse:
         """Stage 2. What is loaded already is not loaded again."""
@@ -302,6 +335,8 @@ class Stages:
         except ManipleError:
             raise
         except Exception as error:
+            if isinstance(error, BrokenCollective) and group is not None and group is self._given_up:
+                raise WrongState(f"{what}: the owner was replaced while this rank waited for the others") from None
             crash = InternalError()
             get_logger().error("stage.failed", what=what, incident_id=crash.incident_id, exc_info=error)
             failure = failure_of(error, doing=what)

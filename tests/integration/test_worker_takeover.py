@@ -312,6 +312,31 @@ async def test_group_that_lapsed_before_it_was_ready_is_formed_anew(tmp_path: Pa
         await adopter.die()
 
 
+async def test_formation_that_waits_for_a_missing_rank_gives_way_to_the_next_owner(tmp_path: Path) -> None:
+    async with worker_processes(tmp_path, 3) as workers:
+        owner = RawOwner(workers, "A", 1)
+        await owner.claim()
+        request = worker_pb2.FormGroupRequest(
+            epoch=1, formation_id="f1", world_size=3, rendezvous=f"127.0.0.1{owner.joined[0].rendezvous}"
+        )
+        forming = []
+        for rank in range(2):  # and then A is gone; rank 2 never hears of it
+            request.rank = rank
+            forming.append(asyncio.ensure_future(workers[rank].stub.FormGroup(request, timeout=DEADLINE_S)))
+            await workers[rank].report_where(lambda report: report.busy.what == "form")
+        adopter = RawOwner(workers, "B", 2)
+        await adopter.claim_when_lapsed()
+        granted_at = time.monotonic()
+        await adopter.reach_ready(formation_id="f2")
+        assert time.monotonic() - granted_at < DEADLINE_S / 2  # and not after the time that A gave it
+        for call in forming:
+            assert (await refused(call)).reason == "WRONG_STATE"
+        await adopter.open()
+        maker = DeltaMaker()
+        assert await adopter.run(maker, 3, new={0: PROMPT}) == [[token] for token in greedy(PROMPT, 3)]
+        await adopter.die()
+
+
 async def test_released_group_keeps_tombstones_and_weights_also_from_a_step_that_hung(tmp_path: Path) -> None:
     async with running_group(tmp_path, 2) as (owner, maker):
         await owner.run(maker, 1, finished=[0])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from worker_service.socket_group import Rendezvous, SocketProcessGroup, form_socket_group
+from worker_service.socket_group import Patience, Rendezvous, SocketProcessGroup, form_socket_group
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
@@ -28,7 +28,7 @@ def run_ranks(world_size: int, body: Callable[[SocketProcessGroup], T], *, forma
             world_size,
             rendezvous=f"127.0.0.1:{listener.port}",
             listener=listener if rank == 0 else None,
-            timeout_s=DEADLINE_S,
+            patience=Patience(DEADLINE_S),
         )
         groups.append(group)
         return body(group)

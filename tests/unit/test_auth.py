@@ -19,8 +19,8 @@ from service_chassis.auth import (
     RELAYED_KEY,
     AccessPolicy,
     Authentication,
-    caller_behind_relay,
     bearer_token,
+    caller_behind_relay,
     certificate_names,
 )
 from service_chassis.callers import ADMIN, INFERENCE, RELAY, STATUS, Caller, TokenRefused, read_callers

@@ -15,10 +15,13 @@ from maniple.v1 import scheduler_delta_pb2, worker_pb2
 from service_chassis.errors import Fenced, InvalidParameter, ManipleError, NotBuilt, WrongState
 from service_chassis.scripted import ScriptedOptions, scripted_model
 from support.waiting import until
-from support.worker_process import DeltaMaker
+from support.worker_process import DeltaMaker, Goodbye
 from worker_service.config import WorkerConfig
+from worker_service.heartbeat import Failure
 from worker_service.model_files import read_model_files
 from worker_service.rank import Rank
+from worker_service.runner import LoadOptions, ModelFacts, Progress
+from worker_service.scripted import ScriptedRunner
 
 LIMITS = worker_pb2.GroupLimits(
     max_num_seqs=5, max_num_batched_tokens=64, max_model_len=200, block_size=4, num_blocks=99, max_steps_in_flight=2
@@ -217,3 +220,59 @@ async def test_model_files_are_sent_whole_and_nothing_outside_the_directory(tmp_
         with pytest.raises(InvalidParameter):
             await anext(read_model_files(str(tmp_path), [name]))
     assert [part async for part in read_model_files("", ["tokenizer.json"])] == []
+
+
+class _Meeting(ScriptedRunner):
+    """A model whose ranks meet while they load."""
+
+    def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
+        self._group.barrier()
+        return super().load_model(options, progress)
+
+
+async def test_stage_that_waits_for_a_rank_gives_way_to_the_next_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(model: str, config: WorkerConfig) -> _Meeting:
+        return _Meeting(ScriptedOptions(), rank=config.rank)
+
+    monkeypatch.setattr("worker_service.stages.make_runner", make)
+    configs = [WorkerConfig(rank=rank, world_size=2) for rank in range(2)]
+    async with asyncio.timeout(20), started_rank(configs[0]) as first, started_rank(configs[1]) as second:
+        ranks = (first, second)
+
+        async def both(method: str, **fields: Any) -> list[Any]:
+            calls = [
+                rank.call(method, request(method, **fields, **({"rank": index} if "rank" in needs(method) else {})))
+                for index, rank in enumerate(ranks)
+            ]
+            return list(await asyncio.gather(*calls))
+
+        joined = await both("Join", world_size=2)
+        where = f"127.0.0.1{joined[0].rendezvous}"
+        await both("FormGroup", world_size=2, rendezvous=where)
+        loading = asyncio.ensure_future(first.call("LoadModel", request("LoadModel")))  # and then A is gone
+        await until(lambda: first.vitals.busy is not None, "the load")
+        await both("Join", epoch=2, owner_id="B", force=True, world_size=2)
+        with pytest.raises(WrongState, match="load: the owner was replaced"):
+            await loading
+        await both("FormGroup", epoch=2, formation_id="f2", world_size=2, rendezvous=where)
+        await both("LoadModel", epoch=2)
+        assert [rank.vitals.failure for rank in ranks] == [None, None]
+
+
+def needs(method: str) -> set[str]:
+    return set(getattr(worker_pb2, f"{method}Request").DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize("kind", ["BrokenCollective", "RuntimeError"])
+async def test_rank_that_failed_because_another_left_is_formed_again_once_it_was_released(kind: str) -> None:
+    async with started_rank() as rank:
+        await advance(rank, "Join", *STAGES)
+        rank._fail(Failure(kind, "the connection to rank 1 broke", 3))
+        rank._on_goodbye(Goodbye.KIND_RELEASE)
+        await advance(rank, "Join", epoch=2, owner_id="B")
+        if kind == "BrokenCollective":
+            await advance(rank, *STAGES, epoch=2)
+            assert rank.vitals.failure is None
+        else:
+            with pytest.raises(WrongState, match="the rank failed"):
+                await advance(rank, "FormGroup", epoch=2)

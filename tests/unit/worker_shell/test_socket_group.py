@@ -12,7 +12,7 @@ import pytest
 from service_chassis.protocol.failure_kinds import BROKEN_COLLECTIVE
 from support.thread_ranks import run_ranks, stranger
 from worker_service.process_group import BrokenCollective
-from worker_service.socket_group import Rendezvous, SocketProcessGroup, form_socket_group
+from worker_service.socket_group import FormationGivenUp, Patience, Rendezvous, SocketProcessGroup, form_socket_group
 
 
 def form(rank: int, world_size: int, listener: Rendezvous, *, name: str = "f", timeout_s: float = 10.0):  # type: ignore[no-untyped-def]
@@ -22,7 +22,7 @@ def form(rank: int, world_size: int, listener: Rendezvous, *, name: str = "f", t
         world_size,
         rendezvous=f"127.0.0.1:{listener.port}",
         listener=listener if rank == 0 else None,
-        timeout_s=timeout_s,
+        patience=Patience(timeout_s),
     )
 
 
@@ -152,6 +152,56 @@ def test_group_is_formed_again_at_the_same_rendezvous(listener: Rendezvous) -> N
             assert said == [b"x", b"x"]
             for group in groups:
                 group.abort()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_waits_for_others_comes_back_when_the_formation_is_given_up(rank: int, listener: Rendezvous) -> None:
+    patience = Patience(60.0)
+
+    def wait() -> SocketProcessGroup:
+        here = listener if rank == 0 else None
+        return form_socket_group(
+            "f", rank, 3, rendezvous=f"127.0.0.1:{listener.port}", listener=here, patience=patience
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(wait)
+        other = pool.submit(form, 2, 3, listener, timeout_s=0.5)  # rank 0 waits for one more; rank 1 for rank 0 alone
+        with pytest.raises(TimeoutError):
+            other.result()
+        assert not waiting.done()
+        patience.give_up()
+        with pytest.raises(FormationGivenUp):
+            waiting.result(timeout=5)
+    patience.close()
+
+
+@pytest.mark.parametrize("content", [b"", struct.pack("<I", 60) + b"half"], ids=["nothing", "half a hello"])
+def test_silent_stranger_does_not_hold_up_giving_up(listener: Rendezvous, content: bytes) -> None:
+    uninvited = stranger(listener.port, content)
+    patience = Patience(60.0)
+    patience.give_up()  # before anybody waits
+    with pytest.raises(FormationGivenUp):
+        form_socket_group("f", 0, 2, rendezvous="", listener=listener, patience=patience)
+    patience.close()
+    uninvited.close()
+
+
+def test_rank_comes_again_when_rank_0_begins_anew(listener: Rendezvous) -> None:
+    first = Patience(60.0)
+    with ThreadPoolExecutor(3) as pool:
+        early = pool.submit(form, 1, 3, listener, timeout_s=20)
+        given_up = pool.submit(form_socket_group, "f", 0, 3, rendezvous="", listener=listener, patience=first)
+        time.sleep(0.05)
+        first.give_up()
+        with pytest.raises(FormationGivenUp):
+            given_up.result(timeout=5)
+        groups = [pool.submit(form, rank, 3, listener) for rank in (0, 2)]
+        for group in (early, *groups):
+            assert group.result(timeout=10).world_size == 3
+        for group in (early, *groups):
+            group.result().abort()
+    first.close()
 
 
 def test_owner_knows_a_broken_collective_by_the_name_of_its_class() -> None:
