@@ -21,6 +21,7 @@ from control_plane.text.tokenizer import Tokenizer
 from maniple.v1.sampling_pb2 import RowSampling
 from service_chassis.errors import DeadlineExceeded
 from service_chassis.ids import RequestId
+from service_chassis.protocol.logprobs import Logprobs
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
@@ -52,6 +53,17 @@ class _Known:
     def prompt(self) -> tuple[int, ...]:
         known: list[LiveRow | BuriedRow] = [*self.rows.values(), *self.buried.values()]
         return known[0].token_ids[: known[0].num_prompt_tokens]
+
+    def logprobs(self, index: int) -> Logprobs | None:
+        """What is kept of those of a sample's output."""
+        one: LiveRow | BuriedRow | None = self.rows.get(index) or self.buried.get(index)
+        return None if one is None else one.logprobs.output
+
+    def prompt_logprobs(self) -> Logprobs | None:
+        """What is known of the prompt's, from the second token on: several may have told of it, some not to the end."""
+        known: list[LiveRow | BuriedRow] = [*self.rows.values(), *self.buried.values()]
+        told = [one.logprobs.prompt for one in known if one.logprobs.prompt is not None]
+        return max(told, key=len, default=None)
 
     def output(self, index: int) -> tuple[int, ...] | None:
         """All known output of a sample; None where nothing is known of it."""
@@ -181,7 +193,7 @@ def _continued(known: _Known, facts: ControlFacts, limit_of: LimitOf, tokenizer:
     for index in known.buried.keys() - known.rows.keys():
         _replay_buried(live, known.buried[index], request, limit, now)
     rows = tuple(
-        _adopted_row(row, _replay(live, index, known.output(index) or (), request, limit, now))
+        _adopted_row(row, _replay(live, index, known.output(index) or (), row.logprobs.output, request, limit, now))
         for index, row in sorted(known.rows.items())
     )
     return Continued(live, AdoptedRequest(request=request, rows=rows), facts.arrival_number)
@@ -192,7 +204,11 @@ def _remembered(known: _Known, facts: ControlFacts, limit_of: LimitOf, tokenizer
     was_aborted = any(stone.reason is LeaveReason.ABORT for stone in known.buried.values())
 
     def tell() -> LiveRequest:
+        some = [logprobs for index in known.buried if (logprobs := known.logprobs(index)) is not None]
+        prompt = known.prompt_logprobs()
         sampling = SamplingChoice(
+            num_logprobs=some[0].width - 1 if some else None,
+            num_prompt_logprobs=prompt.width - 1 if prompt is not None else None,
             n=facts.n,
             max_tokens=facts.max_tokens,
             min_tokens=facts.min_tokens,
@@ -299,19 +315,29 @@ def _started(
 ) -> LiveRequest:
     live = LiveRequest.of(generation, None, tokenizer, now - age_s, right)
     live.has_earlier_tokens = any(known.output(index) for index in known.rows.keys() | known.buried.keys())
+    if (prompt := known.prompt_logprobs()) is not None:
+        live.note_prompt(1, prompt)
     first = known.rows.get(0)
     live.start(first.num_cached_tokens if first is not None else 0, now - age_s)
     return live
 
 
 def _replay(
-    live: LiveRequest, index: int, output: tuple[int, ...], request: scheduled.Request, limit: int, now: float
+    live: LiveRequest,
+    index: int,
+    output: tuple[int, ...],
+    logprobs: Logprobs | None,
+    request: scheduled.Request,
+    limit: int,
+    now: float,
 ) -> SampleEnd | None:
     """Apply all rules to an output from its first token on; say where it ended, if it did."""
     end = first_end(request, output, limit)
     finish = _REASONS[end.reason] if end is not None else None
     counted = output[: end.num_output_tokens] if end is not None else output
-    stop = live.push(index, counted, finish, end.matched_token_id if end is not None else None, now)
+    matched = end.matched_token_id if end is not None else None
+    told = logprobs.part(0, len(counted)) if logprobs is not None else None
+    stop = live.push(index, counted, finish, matched, now, told)
     if stop is not None:
         return SampleEnd(scheduled.FinishReason.STOP, live.samples[index].num_output_tokens)
     return end
@@ -319,7 +345,7 @@ def _replay(
 
 def _replay_buried(live: LiveRequest, stone: BuriedRow, request: scheduled.Request, limit: int, now: float) -> None:
     index, output = stone.sample_index, stone.token_ids[stone.num_prompt_tokens :]
-    if _replay(live, index, output, request, limit, now) is None:
+    if _replay(live, index, output, stone.logprobs.output, request, limit, now) is None:
         live.abort_sample(index)  # no rule of its own ended it
 
 

@@ -18,7 +18,7 @@ import structlog
 from control_plane.adopted_batch import BatchOfRequests, requests_of
 from control_plane.client_errors import error_of_loss, error_of_refusal
 from control_plane.control_blob import write_blob
-from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, row_pooling, step_tokens
+from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, row_pooling
 from control_plane.engine_status import EngineLimits, EngineStatus, RequestIds
 from control_plane.generation import Cursor, FinishReason, Generation
 from control_plane.generation_stream import GenerationStream
@@ -35,6 +35,7 @@ from control_plane.scheduling import request as scheduled
 from control_plane.scheduling.block_events import BlockEvent, BlockStored
 from control_plane.scheduling.plan import PlanMode, ResultMismatch, SampleOutput, StepPlan
 from control_plane.scheduling.scheduler import Scheduler
+from control_plane.step_results import PromptPart, StepResults
 from control_plane.text.tokenizer import Tokenizer
 from maniple.v1 import worker_pb2
 from maniple.v1.scheduler_delta_pb2 import SchedulerDelta, StepResult
@@ -51,6 +52,7 @@ from service_chassis.errors import (
     TakenOver,
 )
 from service_chassis.ids import RequestId, Step
+from service_chassis.protocol.logprobs import Logprobs
 
 log = structlog.get_logger(__name__)
 
@@ -112,6 +114,7 @@ class Engine:
         self.hand_over: Callable[[LiveRequest, scheduled.Request], bool] = lambda live, request: False
         self._scheduler = scheduler
         self._encoder = DeltaEncoder()
+        self._step_results = StepResults()
         self._group = group
         self._tokenizer = tokenizer
         self._model = model
@@ -204,7 +207,8 @@ class Engine:
             arrival=now,
             deadline=generation.deadline,
             cache_namespace=generation.cache_namespace,
-            skip_reading_prefix_cache=generation.skip_reading_prefix_cache,
+            # What the cache holds was computed, and nobody can say any more what it said of the tokens.
+            skip_reading_prefix_cache=generation.skip_reading_prefix_cache or sampling.num_prompt_logprobs is not None,
             pools=generation.pooling is not None,
         )
         if (refusal := self._scheduler.refusal(request)) is not None:
@@ -454,7 +458,7 @@ class Engine:
             result = self._results.popleft()
             plan = self._plans.pop(Step(result.step))
             try:
-                tokens = step_tokens(result, plan)
+                tokens = self._step_results.read(result, plan)
                 self._outputs += self._scheduler.apply(tokens)
             except ResultMismatch as error:
                 self._group.accuse(OUTPUT_RANK, f"gave an answer that fits no plan: {error}")
@@ -488,15 +492,19 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         now = self.now()
         num_tokens = 0
-        for request, index, token_ids, finish, matched_token_id, vector in outputs:
+        for request, index, token_ids, finish, matched_token_id, vector, logprobs, prompt_part in outputs:
             num_tokens += len(token_ids)
             live = self._live.get(request.request_id)
             if live is None:
                 continue  # ended meanwhile
+            if isinstance(prompt_part, PromptPart):
+                live.note_prompt(prompt_part.first_position, prompt_part.columns)
+                continue
             if vector is not None and live.stream is not None:
                 live.stream.put_vector(vector)
             reason = _REASONS[finish] if finish is not None else None
-            if live.push(index, token_ids, reason, matched_token_id, now) is not None and finish is None:
+            told = logprobs if isinstance(logprobs, Logprobs) else None
+            if live.push(index, token_ids, reason, matched_token_id, now, told) is not None and finish is None:
                 self._scheduler.finish(request.request_id, scheduled.FinishReason.STOP, sample_index=index)
             if live.is_over:
                 self._end(live, None)

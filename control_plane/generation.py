@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from service_chassis.ids import RequestId
+from service_chassis.protocol.logprobs import Logprobs
 
 # Below this temperature the highest score wins.
 GREEDY_BELOW = 1e-5
@@ -123,6 +124,14 @@ class Chunk:
     index: int
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: Logprobs | None = None  # a position a token, where asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """What was asked of the prompt: a position a token. Before the first chunk; after it only behind a handover."""
+
+    columns: Logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,4 +163,4 @@ class Done:
     duration_s: float
 
 
-Event = Started | Chunk | Embedded | SampleFinished | Done
+Event = Started | PromptLogprobs | Chunk | Embedded | SampleFinished | Done

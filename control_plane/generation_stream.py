@@ -10,8 +10,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from control_plane.generation import Chunk, Done, Embedded, Event, Generation, SampleFinished, Started
+from control_plane.generation import Chunk, Done, Embedded, Event, Generation, PromptLogprobs, SampleFinished, Started
 from service_chassis.errors import Cancelled, ManipleError
+from service_chassis.protocol.logprobs import Logprobs
+
+# Entries of log-probabilities in one chunk, some nine bytes each: however slow its client, it fits into a message.
+_MAX_CHUNK_ENTRIES = 65536
 
 
 class GenerationStream:
@@ -32,15 +36,40 @@ class GenerationStream:
         """Say that the request entered its first delta."""
         self._put(started)
 
-    def put_tokens(self, index: int, token_ids: list[int], text: str) -> None:
-        """Add output of one sample to the chunk that waits for the consumer, or to a new one."""
+    def put_prompt_logprobs(self, columns: Logprobs) -> None:
+        """Say what was asked of the prompt."""
+        self._put(PromptLogprobs(columns=columns))
+
+    def put_tokens(self, index: int, token_ids: list[int], text: str, logprobs: Logprobs | None = None) -> None:
+        """Add output of one sample to the chunk that waits for the consumer, or to a new one.
+
+        Log-probabilities, a position a token, are cut into chunks that fit into a message; the text is in the last. The
+        columns are the stream's from now on.
+        """
+        if logprobs is None:
+            self._merge(index, token_ids, text, None)
+            return
+        start = 0
+        pieces = list(logprobs.pieces(_MAX_CHUNK_ENTRIES)) or [logprobs]
+        for piece in pieces:
+            waiting, stop = self._open_chunks.get(index), start + len(piece)
+            num_waiting = len(waiting.logprobs) if waiting is not None and waiting.logprobs is not None else 0
+            if num_waiting and (num_waiting + len(piece)) * piece.width > _MAX_CHUNK_ENTRIES:
+                del self._open_chunks[index]
+            self._merge(index, token_ids[start:stop], text if piece is pieces[-1] else "", piece)
+            start = stop
+
+    def _merge(self, index: int, token_ids: list[int], text: str, logprobs: Logprobs | None) -> None:
         chunk = self._open_chunks.get(index)
         if chunk is None:
-            chunk = self._open_chunks[index] = Chunk(index=index, token_ids=list(token_ids), text=text)
+            chunk = Chunk(index=index, token_ids=list(token_ids), text=text, logprobs=logprobs)
+            self._open_chunks[index] = chunk
             self._put(chunk)
-        else:
-            chunk.token_ids += token_ids
-            chunk.text += text
+            return
+        chunk.token_ids += token_ids
+        chunk.text += text
+        if chunk.logprobs is not None and logprobs is not None:
+            chunk.logprobs.extend(logprobs)
 
     def put_vector(self, vector: Sequence[float]) -> None:
         """Give a request that pools its vector."""

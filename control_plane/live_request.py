@@ -10,11 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from control_plane.control_blob import ResumeRight, draw_resume_right
-from control_plane.generation import Chunk, Cursor, Done, FinishReason, Generation, SampleFinished, Started
+from control_plane.generation import (
+    Chunk,
+    Cursor,
+    Done,
+    FinishReason,
+    Generation,
+    PromptLogprobs,
+    SampleFinished,
+    Started,
+)
 from control_plane.generation_stream import GenerationStream
 from control_plane.text.detokenizer import Detokenizer
 from control_plane.text.tokenizer import Tokenizer
 from service_chassis.errors import InvalidParameter, ManipleError, PermissionDenied, ResumeLost, Superseded
+from service_chassis.protocol.logprobs import Logprobs
 
 
 @dataclass(slots=True)
@@ -24,6 +34,7 @@ class LiveSample:
     detokenizer: Detokenizer
     token_ids: list[int] = field(default_factory=list)  # of its output, those that count
     text: list[str] = field(default_factory=list)  # pieces, as they became certain
+    logprobs: Logprobs | None = None  # a position a token, where asked for
     reason: FinishReason | None = None
     finished: SampleFinished | None = None  # what the client is told, where it ended well
 
@@ -46,6 +57,8 @@ class LiveRequest:
     has_earlier_tokens: bool = False  # of another owner, so nobody knows when the first one came
     num_cached_tokens: int = 0
     num_losses: int = 0  # of groups that were computing it
+    prompt_logprobs: Logprobs | None = None  # where asked for: what is known of its head, a position a token
+    has_told_prompt: bool = False  # all of it, to the client
     detached_until: float | None = None  # without a stream: when nobody will come any more
     last: Done | ManipleError | None = None  # the last event, once there is one
 
@@ -59,21 +72,28 @@ class LiveRequest:
         right: ResumeRight | None = None,
     ) -> LiveRequest:
         """Take a generation in; ``right`` is drawn unless it was before."""
+        sampling = generation.sampling
+        width = None if sampling.num_logprobs is None else sampling.num_logprobs + 1
         samples = [
             LiveSample(
                 Detokenizer(
                     tokenizer,
                     generation.text,
                     prompt_token_ids=generation.prompt_token_ids,
-                    min_tokens=generation.sampling.min_tokens,
-                )
+                    min_tokens=sampling.min_tokens,
+                ),
+                logprobs=None if width is None else Logprobs(width),
             )
-            for _ in range(generation.sampling.n)
+            for _ in range(sampling.n)
         ]
         if right is None:
             # The token of a client that cannot resume is known to control planes alone, and one of them will use it.
             right = draw_resume_right(generation.client_identity if generation.client_resumes else "")
-        return cls(generation, stream, now, right, samples)
+        live = cls(generation, stream, now, right, samples)
+        if sampling.num_prompt_logprobs is not None:
+            # Nothing precedes the first token.
+            live.prompt_logprobs = Logprobs(sampling.num_prompt_logprobs + 1, num_unknown=1)
+        return live
 
     @property
     def is_over(self) -> bool:
@@ -119,9 +139,13 @@ class LiveRequest:
             self.stream.close(Superseded("a newer stream took the request over"))
         self.stream, self.detached_until = stream, None
         stream.put_started(self._started())
+        if self.has_told_prompt and self.prompt_logprobs is not None:
+            stream.put_prompt_logprobs(self.prompt_logprobs)
         for index, (token_ids, text) in enumerate(parts):
             if token_ids or text:
-                stream.put_tokens(index, token_ids, text)
+                known = self.samples[index].logprobs
+                first = len(self.samples[index].token_ids) - len(token_ids)
+                stream.put_tokens(index, token_ids, text, known.part(first) if known is not None else None)
             finished = self.samples[index].finished
             if finished is not None:
                 stream.put_finished(finished)
@@ -154,13 +178,18 @@ class LiveRequest:
             for index, sample in enumerate(self.samples)
         ]
 
-    def tell(self, event: Chunk | SampleFinished) -> None:
+    def tell(self, event: PromptLogprobs | Chunk | SampleFinished) -> None:
         """Pass on what another control plane says of this request, from what was told here on."""
+        if isinstance(event, PromptLogprobs):
+            if not self.has_told_prompt:
+                self.note_prompt(0, event.columns)
+                self._tell_prompt()
+            return
         sample = self.samples[event.index]
         if sample.reason is not None:
             return  # a resumed stream says again what ended before
         if isinstance(event, Chunk):
-            self._tell(event.index, event.token_ids, event.text)
+            self._tell(event.index, event.token_ids, event.text, event.logprobs)
         else:
             sample.reason, sample.finished = event.reason, event
             if self.stream is not None:
@@ -173,6 +202,7 @@ class LiveRequest:
         finish: FinishReason | None,
         matched_token_id: int | None,
         now: float,
+        logprobs: Logprobs | None = None,
     ) -> str | None:
         """Turn new tokens of one sample into events.
 
@@ -182,6 +212,7 @@ class LiveRequest:
             finish: set if the token rules ended the sample with the last of ``token_ids``.
             matched_token_id: the stop id, with ``finish`` STOP.
             now: the engine's time.
+            logprobs: of ``token_ids``, a position each; None where nothing is known of them.
         Returns:
             The stop string if one ended the sample here, before the token rules did.
         """
@@ -197,13 +228,36 @@ class LiveRequest:
         text = piece.text
         if finish is not None and piece.matched_stop is None:
             text += sample.detokenizer.flush()
+        if token_ids:
+            self._tell_prompt()
         if count or text:
-            self._tell(index, list(token_ids[:count]), "" if self.generation.text.skip_text else text)
+            shown = "" if self.generation.text.skip_text else text
+            self._tell(index, list(token_ids[:count]), shown, logprobs.part(0, count) if logprobs is not None else None)
         if piece.matched_stop is not None:
             self._end(index, FinishReason.STOP, matched_stop=piece.matched_stop)
         elif finish is not None:
             self._end(index, finish, matched_token_id=matched_token_id)
         return piece.matched_stop
+
+    def note_prompt(self, first_position: int, columns: Logprobs) -> None:
+        """Take what is said of a part of the prompt; what is known already is passed over.
+
+        A request that was moved to another group, or has several samples, may hear of its prompt again.
+        """
+        known = self.prompt_logprobs
+        if known is not None and first_position <= len(known):
+            known.extend(columns.part(len(known) - first_position))
+
+    def _tell_prompt(self) -> None:
+        """Tell the client of its prompt, once, before the first token."""
+        known = self.prompt_logprobs
+        if known is None or self.has_told_prompt:
+            return
+        self.has_told_prompt = True
+        num_missing = len(self.generation.prompt_token_ids) - len(known)
+        known.extend(Logprobs(known.width, num_unknown=num_missing))  # lost with a group; never shifted
+        if self.stream is not None:
+            self.stream.put_prompt_logprobs(known)
 
     def _shows_stop_token(self, token_id: int | None) -> bool:
         sampling, text = self.generation.sampling, self.generation.text
@@ -239,13 +293,17 @@ class LiveRequest:
             sample.reason = sample.reason or FinishReason.ABORT
         self._close(error)
 
-    def _tell(self, index: int, token_ids: list[int], text: str) -> None:
+    def _tell(self, index: int, token_ids: list[int], text: str, logprobs: Logprobs | None = None) -> None:
         sample = self.samples[index]
         sample.token_ids += token_ids
         if text:
             sample.text.append(text)
+        if sample.logprobs is not None:
+            if logprobs is None or len(logprobs) != len(token_ids):
+                logprobs = Logprobs(sample.logprobs.width, num_unknown=len(token_ids))
+            sample.logprobs.extend(logprobs)
         if self.stream is not None:
-            self.stream.put_tokens(index, token_ids, text)
+            self.stream.put_tokens(index, token_ids, text, logprobs if sample.logprobs is not None else None)
 
     def _close(self, last: Done | ManipleError) -> None:
         self.last = last

@@ -94,7 +94,7 @@ class InputBatch:
         terms = self._token_terms(np.full(count, self._factor[row]), np.arange(count), self.token_ids[row, :count])
         self._row_digest[row] = terms.sum(dtype=np.uint64)
         self._digest += int(self._row_digest[row])
-        self.sampling.add(row, new.sampling, new.sample_index)
+        self.sampling.add(row, new.sampling, new.sample_index, fork_of=new.fork_of)
 
     def _remove(self, row: int) -> None:
         self.live.discard(row)

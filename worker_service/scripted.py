@@ -171,7 +171,7 @@ class ScriptedRunner:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self._keys[row] = new.row_key
         self._token_digests[row] = token_terms_sum(new.row_key, 0, tokens[:num_tokens])
-        self.sampling.add(row, new.sampling, new.sample_index)
+        self.sampling.add(row, new.sampling, new.sample_index, fork_of=new.fork_of)
         by_prompt = self._options.forced_by_prompt
         forced = by_prompt.get(tuple(tokens[: new.num_prompt_tokens].tolist())) if by_prompt else None
         if forced or self._options.forced:

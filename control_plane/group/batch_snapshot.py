@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from google.protobuf.message import Message
 
 from maniple.v1 import sampling_pb2, worker_pb2
-from maniple.v1.scheduler_delta_pb2 import RowFinished
+from maniple.v1.scheduler_delta_pb2 import RowFinished, RowLogprobs
 from service_chassis.ids import BlockId, ReqIndex, RequestId, RowKey
 from service_chassis.protocol.block_hash import HASH_BYTES
+from service_chassis.protocol.logprobs import Logprobs
 
 
 class SnapshotUnreadable(ValueError):
@@ -36,6 +37,38 @@ class LeaveReason(Enum):
     DEADLINE = RowFinished.REASON_DEADLINE
 
 
+@dataclass(slots=True)
+class KeptLogprobs:
+    """What is kept of a row's log-probabilities; complete once the next row or tombstone has come."""
+
+    output: Logprobs | None = None  # a position a token, where asked for, unless they were too many to be kept
+    prompt: Logprobs | None = None  # from the second token on; None also where another row of the request has them
+
+    def take(self, part: RowLogprobs) -> None:
+        """Add what a message says. Raises ``SnapshotUnreadable``."""
+        try:
+            if part.HasField("sampled"):
+                self.output = _joined(self.output, Logprobs.from_message(part.sampled))
+            if part.HasField("prompt"):
+                self.prompt = _joined(self.prompt, Logprobs.from_message(part.prompt))
+        except ValueError as error:
+            raise SnapshotUnreadable(f"log-probabilities: {error}") from None
+
+
+def _joined(before: Logprobs | None, more: Logprobs) -> Logprobs:
+    if before is None:
+        return more
+    if before.width != more.width:  # which shows only where a position says something
+        if not any(before.ranks):
+            before = Logprobs(more.width, num_unknown=len(before))
+        elif not any(more.ranks):
+            more = Logprobs(before.width, num_unknown=len(more))
+        else:
+            raise ValueError(f"positions of {before.width} entries, then of {more.width}")
+    before.extend(more)
+    return before
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRow:
     """A row in the batch. Tokens and blob are the client's: they are left out of what is printed."""
@@ -56,8 +89,7 @@ class LiveRow:
     age_s: float
     cache_namespace: bytes
     control_blob: bytes
-    logprobs: Logprobs | None = None  # of its output, a position a token, where asked for
-    prompt_logprobs: Logprobs | None = None  # from the second token on; None also where another row of it has them
+    logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)
     pools: bool = False  # it ends with a vector
 
     def __repr__(self) -> str:
@@ -75,6 +107,7 @@ class BuriedRow:
     reason: LeaveReason
     age_s: float
     control_blob: bytes
+    logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)
 
     def __repr__(self) -> str:
         return f"BuriedRow({self.request_id!r}, {self.sample_index}, {self.reason.name})"
@@ -103,6 +136,7 @@ async def read_snapshot(parts: AsyncIterator[Message]) -> BatchSnapshot:
     rows: list[LiveRow] = []
     buried: list[BuriedRow] = []
     cached: list[tuple[BlockId, bytes]] = []
+    logprobs = KeptLogprobs()  # of whichever came last
     async for part in parts:
         assert isinstance(part, worker_pb2.SnapshotResponse)
         which = part.WhichOneof("part")
@@ -112,8 +146,14 @@ async def read_snapshot(parts: AsyncIterator[Message]) -> BatchSnapshot:
             header = part.header
         elif which == "row":
             rows.append(_live_row(part.row))
+            logprobs = rows[-1].logprobs
+            logprobs.take(part.row.logprobs)
         elif which == "tombstone":
             buried.append(_buried_row(part.tombstone))
+            logprobs = buried[-1].logprobs
+            logprobs.take(part.tombstone.logprobs)
+        elif which == "more_logprobs":
+            logprobs.take(part.more_logprobs)
         elif which == "block_hashes":
             cached += _cached(part.block_hashes)
     if header is None:
@@ -155,9 +195,9 @@ def _live_row(row: worker_pb2.SnapshotResponse.Row) -> LiveRow:
         age_s=row.age_s,
         cache_namespace=request.cache_namespace,
         control_blob=request.control_blob,
+        pools=request.HasField("pooling"),
     )
 
-        pools=request.HasField("pooling"),
 
 def _buried_row(stone: worker_pb2.SnapshotResponse.Tombstone) -> BuriedRow:
     try:

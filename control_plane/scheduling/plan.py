@@ -6,8 +6,8 @@ preempted, block copies, new rows, changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -91,6 +91,7 @@ class StepPlan:
     turned_decode: tuple[ReqIndex, ...]  # rows that advance unmentioned from the next step on
     rows: tuple[ReqIndex, ...]  # rows that sample, ascending; shared between steps while nothing changes
     samples: tuple[Sample, ...]  # who sat in `rows` when planned
+    chunks: tuple[tuple[ReqIndex, Sample], ...]  # who computes a part of a prefill, and where
     started: tuple[Request, ...]  # requests that are in a delta for the first time
     forget_prefix_cache: bool = False
     pooled_rows: tuple[ReqIndex, ...] = ()  # rows whose vector is complete with this step, ascending
@@ -104,6 +105,8 @@ class StepTokens:
     step: Step
     token_ids: Sequence[int]
     vectors: Sequence[Sequence[float]] = ()  # in the order of its plan's ``pooled_rows``
+    logprobs: Mapping[int, object] = field(default_factory=dict)  # place in ``rows`` -> of its token; opaque here
+    prompt_logprobs: Mapping[ReqIndex, object] = field(default_factory=dict)  # of its plan's ``chunks``; opaque here
 
 
 class SampleOutput(NamedTuple):
@@ -115,6 +118,8 @@ class SampleOutput(NamedTuple):
     finish: FinishReason | None = None
     matched_token_id: int | None = None  # the stop id that was sampled, with STOP
     vector: Sequence[float] | None = None  # of a request that pools, its only output
+    logprobs: object = None  # of ``token_ids``, as it came with the result
+    prompt_logprobs: object = None  # of a part of the prompt, without tokens
 
 
 class ResultMismatch(ValueError):

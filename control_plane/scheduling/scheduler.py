@@ -63,6 +63,7 @@ class _Draft:
     changes: dict[ReqIndex, RowChange] = field(default_factory=dict)
     turned_decode: list[ReqIndex] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)
+    chunks: list[tuple[ReqIndex, Sample]] = field(default_factory=list)
     pooled: list[Sample] = field(default_factory=list)
 
 
@@ -369,7 +370,12 @@ class Scheduler:
         self._completed = plan.step
         block_size = self.limits.block_size
         outputs: list[SampleOutput] = []
-        for sample, token_id in zip(plan.samples, result.token_ids, strict=True):
+        for row, sample in plan.chunks if result.prompt_logprobs else ():
+            told = result.prompt_logprobs.get(row)
+            if told is not None and sample.state is not SampleState.FINISHED:
+                outputs.append(SampleOutput(sample.request, sample.index, (), prompt_logprobs=told))
+        of_tokens = result.logprobs
+        for place, (sample, token_id) in enumerate(zip(plan.samples, result.token_ids, strict=True)):
             if sample.state is SampleState.FINISHED:
                 continue
             num_known = len(sample.token_ids)
@@ -381,7 +387,8 @@ class Scheduler:
                 reason, matched = FinishReason.STOP, token_id
             elif num_known + 1 == sample.limit:
                 reason = FinishReason.LENGTH
-            outputs.append(SampleOutput(sample.request, sample.index, (token_id,), reason, matched))
+            told = of_tokens.get(place) if of_tokens else None
+            outputs.append(SampleOutput(sample.request, sample.index, (token_id,), reason, matched, logprobs=told))
             if reason is not None:
                 self._end(sample, reason)
         for sample, vector in zip(plan.pooled, result.vectors, strict=True):
@@ -549,6 +556,7 @@ class Scheduler:
     def _compute(self, draft: _Draft, sample: Sample, num_tokens: int) -> None:
         """Count a chunk of a prefill as computed by this step; after the last one the sample decodes, or has pooled."""
         sample.offset += num_tokens
+        draft.chunks.append((sample.req_index, sample))
         self._tables.note_computed(sample, sample.offset, draft.step)
         if sample.offset < sample.num_prefill_tokens:
             return
@@ -586,6 +594,7 @@ class Scheduler:
             turned_decode=tuple(draft.turned_decode),
             rows=rows,
             samples=samples,
+            chunks=tuple(draft.chunks),
             started=tuple(draft.started),
             forget_prefix_cache=self._forget,
             pooled_rows=tuple(sample.req_index for sample in pooled),

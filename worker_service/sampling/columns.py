@@ -58,8 +58,8 @@ class SamplingColumns:
         self.penalties: dict[int, PenaltyCounts] = {}
         self.logprobs: dict[int, AskedLogprobs] = {}
 
-    def add(self, req_index: int, sampling: RowSampling, sample_index: int) -> None:
-        """Enter a row. Its values were checked when the delta was accepted."""
+    def add(self, req_index: int, sampling: RowSampling, sample_index: int, *, fork_of: int | None = None) -> None:
+        """Enter a row, perhaps one that forks from another. Its values were checked when the delta was accepted."""
         self.remove(req_index)
         self.temperature[req_index] = sampling.temperature
         self.top_p[req_index] = sampling.top_p
@@ -84,6 +84,8 @@ class SamplingColumns:
             self.bad_words[req_index] = sampling.bad_words
         if (logprobs := AskedLogprobs.of(sampling)) is not None:
             self.logprobs[req_index] = logprobs
+            if fork_of is not None:
+                logprobs.num_prompt_told = self.logprobs[fork_of].num_prompt_told  # their prompt is one
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         if penalties != (1.0, 0.0, 0.0):
             self.penalties[req_index] = PenaltyCounts(
