@@ -119,6 +119,7 @@ def build_engine(
         adopted=adopted,
         survivors=survivors,
         resume_grace_s=config.resume_grace_s,
+        outlived_by_workers=group.executor.outlives_owner,
     )
 
 

@@ -88,6 +88,7 @@ class Engine:
         adopted: BatchSnapshot | None = None,
         survivors: BatchSnapshot | None = None,
         resume_grace_s: float = 30.0,
+        outlived_by_workers: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take a group that lives and a fresh scheduler of the same limits. ``run`` starts it.
@@ -102,6 +103,7 @@ class Engine:
             adopted: the batch that another owner left running in the group.
             survivors: what was left of another owner's batch when its group was lost, to be computed anew here.
             resume_grace_s: how long an adopted request waits for its client.
+            outlived_by_workers: they go on without us, so that another control plane may continue every request.
             clock: of deadlines.
 
         Raises:
@@ -118,6 +120,7 @@ class Engine:
         self._group = group
         self._tokenizer = tokenizer
         self._model = model
+        self.outlived_by_workers = outlived_by_workers
         self._started_at = clock()
         self._ids = ids if ids is not None else RequestIds()  # finished less than a minute ago
         self._live = LiveRequests(self._ids)
@@ -216,6 +219,8 @@ class Engine:
         stream = GenerationStream(generation, lambda: self._cancel(stream))
         try:
             live = LiveRequest.of(generation, stream, self._tokenizer, now)
+            # Else a broken stream ends the request, and so does our own end: its client had nothing to look for.
+            live.can_be_resumed = self.outlived_by_workers or generation.detach_grace_s > 0
             payload = self._payload(live)
         except (ValueError, TypeError, OverflowError) as error:
             # Out of a field's range, or of another type. Here it fails alone; in a delta it would take all along.

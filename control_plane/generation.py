@@ -112,7 +112,7 @@ class Started:
     """The request entered its first delta."""
 
     request_id: RequestId
-    resume_token: str = field(repr=False)  # a secret
+    resume_token: str = field(repr=False)  # a secret; empty where nothing is left to resume once the stream broke
     num_prompt_tokens: int
     num_cached_tokens: int
 

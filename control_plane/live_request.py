@@ -54,6 +54,7 @@ class LiveRequest:
     samples: list[LiveSample] = field(default_factory=list)
     started_at: float | None = None  # entered its first delta
     first_token_at: float | None = None
+    can_be_resumed: bool = True  # its client is told how
     has_earlier_tokens: bool = False  # of another owner, so nobody knows when the first one came
     num_cached_tokens: int = 0
     num_losses: int = 0  # of groups that were computing it
@@ -119,7 +120,7 @@ class LiveRequest:
     def _started(self) -> Started:
         return Started(
             request_id=self.generation.request_id,
-            resume_token=self.right.token.hex(),
+            resume_token=self.right.token.hex() if self.can_be_resumed else "",
             num_prompt_tokens=len(self.generation.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens,
         )

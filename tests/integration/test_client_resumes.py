@@ -194,3 +194,42 @@ def test_in_band_error_that_lost_its_trailers_is_resumed_too() -> None:
         second.resume = going_on
         with Client(first.address) as client:
             assert client.generate(prompt="x").text() == WORDS
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_stream_that_cannot_be_resumed_ends_at_once_and_nothing_is_sent_again(kind: str) -> None:
+    code, reason, metadata = BREAKS[kind]
+    with running() as first, running() as second:
+
+        def without_token(request: object, context: Any) -> Iterator[Response]:
+            started, *more = events()
+            started.started.resume_token = ""
+            yield started
+            yield from more[:2]
+            end_with(context, code, reason, **metadata) if reason else context.abort(code, "RST_STREAM")
+
+        first.generate = without_token
+        with Client([first.address, second.address]) as client:
+            stream = client.generate(prompt="x")
+            with pytest.raises(maniple_client.ManipleError) as caught:
+                list(stream)
+        assert type(caught.value) is (maniple_client.Aborted if reason else maniple_client.TransportLost)
+        assert len(stream.transcript.samples[0].token_ids) == 2
+        assert second.requests == []
+        assert len(first.requests) == 1
+
+
+async def test_request_that_began_is_not_sent_again_even_where_another_server_is_named() -> None:
+    with running() as first, running() as second:
+
+        def held(request: object, context: Any) -> Iterator[Response]:
+            started = events()[0]
+            started.started.resume_token = ""
+            yield started
+            end_with(context, grpc.StatusCode.UNAVAILABLE, "NOT_READY", owner_address=second.address)
+
+        first.generate = held
+        async with AsyncClient(first.address) as client:
+            with pytest.raises(maniple_client.Unavailable):
+                await client.generate(prompt="x").text()
+        assert second.requests == []

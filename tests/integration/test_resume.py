@@ -56,6 +56,7 @@ class Door:
 async def door(**config: Any) -> AsyncIterator[Door]:
     fleet = Fleet()
     async with running_engine(MODEL, ids=fleet.ids, block_size=4, num_kv_blocks=400, **config) as engine:
+        engine.outlived_by_workers = True  # so that every request may be resumed
         fleet.take(engine)
         server = make_server(1 << 20)
         served = ServedModel(names=("scripted",), source=MODEL, text=load_model_text(MODEL))
@@ -217,3 +218,12 @@ async def test_resume_token_is_bound_to_one_request() -> None:
         error = (await Got().read(here.resume("two", one.token))).error
         assert error is not None
         assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("detach_grace_s", [0.0, 5.0])
+async def test_request_that_ends_with_its_stream_comes_without_a_token(detach_grace_s: float) -> None:
+    async with door() as here, asyncio.timeout(30):
+        here.engine.outlived_by_workers = False
+        got = await Got().read(here.generate("r", 5, detach_grace_s=detach_grace_s))
+        assert got.token_ids == greedy(PROMPT, 5)
+        assert bool(got.token) == (detach_grace_s > 0)

@@ -96,7 +96,10 @@ class AsyncGenerationStream:
                 return
             except ManipleError as error:
                 attempt = self._recovery.after(
-                    error, time.monotonic(), has_started=self.transcript.can_resume and not self._closed
+                    error,
+                    time.monotonic(),
+                    has_started=self.transcript.started is not None,
+                    can_resume=self.transcript.can_resume and not self._closed,
                 )
                 if attempt is None:
                     raise

@@ -99,7 +99,10 @@ class GenerationStream:
                 return
             except ManipleError as error:
                 attempt = self._recovery.after(
-                    error, time.monotonic(), has_started=self.transcript.can_resume and not self._closed.is_set()
+                    error,
+                    time.monotonic(),
+                    has_started=self.transcript.started is not None,
+                    can_resume=self.transcript.can_resume and not self._closed.is_set(),
                 )
                 if attempt is None or self._closed.wait(attempt.delay_s):
                     raise

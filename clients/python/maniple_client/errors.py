@@ -125,7 +125,10 @@ class InternalError(ManipleError):
 
 
 class TransportLost(ManipleError):
-    """The connection broke, or nobody listens. Whether the request ran is unknown."""
+    """The connection broke, or nobody listens. Whether the request ran is unknown.
+
+    From a stream that had begun it means that there is nothing to resume, or nobody had it in time: start over.
+    """
 
 
 _CLASSES: dict[grpc.StatusCode, type[ManipleError]] = {

@@ -17,7 +17,7 @@ _REASONS: dict[int, FinishReason] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The request entered the batch. ``resume_token`` takes it up again after a broken stream."""
+    """The request entered the batch. ``resume_token`` takes it up again after a broken stream; empty: nothing can."""
 
     request_id: str
     resume_token: str

@@ -37,20 +37,29 @@ class Recovery:
         self._broken_since = None
         self._delay_s = _FIRST_DELAY_S
 
-    def after(self, error: ManipleError, now: float, *, has_started: bool, may_repeat: bool = False) -> Attempt | None:
+    def after(
+        self,
+        error: ManipleError,
+        now: float,
+        *,
+        has_started: bool,
+        can_resume: bool = True,
+        may_repeat: bool = False,
+    ) -> Attempt | None:
         """Say what follows an error; None: it is the caller's.
 
         Args:
             error: with which a call of Generate or Resume ended.
             now: in seconds.
-            has_started: the request was in a batch and can be resumed. Before that it may only be sent again where it
-                provably did not run.
+            has_started: the request was in a batch. Before that it may only be sent again where it provably did not
+                run; afterwards never.
+            can_resume: the server gave the right to resume it: it, or another one, may still have it.
             may_repeat: it does no harm to run it twice, so that it may be sent again whatever became of it.
         """
         if may_repeat:
             is_worth_it = isinstance(error, TransportLost | Unavailable | Aborted)
         else:
-            is_worth_it = self._may_resume(error) if has_started else self._may_send_again(error)
+            is_worth_it = can_resume and self._may_resume(error) if has_started else self._may_send_again(error)
         if not is_worth_it:
             return None
         if self._broken_since is None:

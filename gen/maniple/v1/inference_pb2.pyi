@@ -254,7 +254,9 @@ class GenerateResponse(_message.Message):
         request_id: _builtins.str
         """The id, drawn by the server where the client gave none."""
         resume_token: _builtins.str
-        """Needed by Resume; bound to the caller."""
+        """Needed by Resume; bound to the caller. Empty: there is nothing to resume, since the request ends with its stream
+        (it asked for no `detach_grace_s`) and its workers end with the server. Once the stream broke, start over.
+        """
         num_prompt_tokens: _builtins.int
         """Tokens of the prompt after truncation."""
         num_cached_tokens: _builtins.int
