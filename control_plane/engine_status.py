@@ -67,6 +67,13 @@ class GroupView:
     engine: EngineStatus | None
     limits: EngineLimits | None
 
+    @property
+    def num_blocks_in_use(self) -> int:
+        """Blocks that some row holds. What is cached and can be evicted is free to a request."""
+        if self.engine is None or self.limits is None:
+            return 0
+        return self.limits.num_blocks - 1 - self.engine.num_free_blocks - self.engine.num_cached_blocks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:

@@ -30,6 +30,14 @@ GROUPS: dict[str, dict[str, Command]] = {
         "status": Command("status", "say what a server is doing; --watch to see it live"),
         "replay": Command("replay", "check a log that `serve --record-deltas` wrote"),
     },
+    "Operate": {
+        "admin pause": Command("admin", "stop scheduling: abort, finish or freeze what is here"),
+        "admin resume": Command("admin", "schedule again"),
+        "admin sleep": Command("admin", "sleep; level 0 stops scheduling"),
+        "admin wake-up": Command("admin", "end a sleep"),
+        "admin reset-prefix-cache": Command("admin", "forget cached prefixes"),
+        "admin drain": Command("admin", "finish what is here, accept no more"),
+    },
     "Models": {
         "model fetch": Command("model", "fetch a model into the cache"),
         "model list": Command("model", "list what is in the cache"),
@@ -55,7 +63,8 @@ def usage() -> str:
     lines = ["Usage: maniple COMMAND [FLAGS]", "", "Serve large language models over gRPC.", ""]
     for group, commands in GROUPS.items():
         lines.append(f"{group}:")
-        lines += [f"  {name:<16}{command.summary}" for name, command in commands.items()]
+        width = max(16, *(len(name) + 2 for name in commands))
+        lines += [f"  {name:<{width}}{command.summary}" for name, command in commands.items()]
         lines.append("")
     lines += [EXAMPLES, "", "`maniple COMMAND --help` says more about each."]
     return "\n".join(lines)

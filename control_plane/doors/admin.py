@@ -84,7 +84,9 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     async def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: Context
     ) -> admin_pb2.ResetPrefixCacheResponse:
-        return admin_pb2.ResetPrefixCacheResponse(num_blocks=self._fleet.reset_prefix_cache())
+        num_blocks = self._fleet.reset_prefix_cache()
+        in_use = sum(view.num_blocks_in_use for view in self._fleet.status().groups)
+        return admin_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks, num_blocks_in_use=in_use)
 
     async def ListLoras(self, request: admin_pb2.ListLorasRequest, context: Context) -> admin_pb2.ListLorasResponse:
         return admin_pb2.ListLorasResponse()  # none can be loaded yet

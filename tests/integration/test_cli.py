@@ -18,7 +18,9 @@ import pytest
 from control_plane.announcement import Ready
 from control_plane.cli.announcements import from_json
 from control_plane.cli.demo import QUESTION
+from control_plane.cli.main import main
 from maniple.v1 import admin_pb2
+from maniple.v1 import admin_pb2 as pb
 from support.fake_server import FakeServer, running
 
 
@@ -70,7 +72,8 @@ def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "control-plane", "worker", "generate", "chat", "status", "replay", "model fetch", "model list", "demo"],
+    ["serve", "control-plane", "worker", "generate", "chat", "status", "replay", "model fetch", "model list", "demo"]
+    + [f"admin {verb}" for verb in ("pause", "resume", "sleep", "wake-up", "reset-prefix-cache", "drain")],
 )
 def test_every_command_explains_itself(command: str) -> None:
     done = maniple(*command.split(), "--help")
@@ -425,3 +428,53 @@ def test_demo_passes_on_why_the_server_did_not_start() -> None:
     done = maniple("demo", "--model", "/nowhere")
     assert done.returncode == 2
     assert "--model /nowhere: does not exist" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "printed"),
+    [
+        (["pause"], pb.PauseGenerationRequest(mode=pb.PAUSE_MODE_ABORT), "Paused. 4 samples are kept.\n"),
+        (
+            ["pause", "--mode", "wait", "--clear-cache"],
+            pb.PauseGenerationRequest(mode=pb.PAUSE_MODE_WAIT, clear_cache=True),
+            "Paused. 4 samples are kept.\n",
+        ),
+        (["resume"], pb.ResumeGenerationRequest(), "Generation goes on.\n"),
+        (
+            ["sleep", "--mode", "keep"],
+            pb.SleepRequest(mode=pb.PAUSE_MODE_KEEP),
+            "Asleep: scheduling. 4 samples are kept.\n",
+        ),
+        (
+            ["wake-up", "weights", "kv_cache"],
+            pb.WakeUpRequest(tags=["weights", "kv_cache"]),
+            "Still asleep: scheduling.\n",
+        ),
+        (
+            ["reset-prefix-cache"],
+            pb.ResetPrefixCacheRequest(),
+            "5 cached blocks were forgotten; 2 are held by requests",
+        ),
+        (
+            ["drain", "--deadline-s", "2"],
+            pb.DrainRequest(deadline_s=2),
+            "3 running, 1 waiting\nDrained, 4 requests were",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_admin_asks_what_was_said_and_says_what_came_of_it(
+    words: list[str], asked: object, printed: str, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.status = pb.GetStatusResponse(groups=[pb.GroupStatus(num_running=3, num_waiting=1)])
+    assert main(["admin", *words, "--server", server.address]) == 0
+    assert asked in server.requests
+    assert capsys.readouterr().out.startswith(printed)
+
+
+def test_admin_reports_a_refusal_and_bad_words(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["admin", "sleep", "--level", "1", "--server", server.address]) == 1
+    assert "not built" in capsys.readouterr().err
+    for words in (["admin"], ["admin", "nap"], ["admin", "pause", "--mode", "maybe"], ["admin", "wake-up", "all"]):
+        assert main(words) == 2
+    assert main(["admin", "resume", "--server", "127.0.0.1:1"]) == 1

@@ -12,6 +12,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from control_plane.doors import admin, inference, vllm_engine
 from maniple.v1 import admin_pb2 as pb
 from maniple.v1 import inference_pb2
+from maniple_client import AsyncClient, NotBuilt
 from service_chassis.scripted import fail_at
 from support.faults import model_with
 from support.real_doors import RealDoors, real_doors
@@ -263,3 +264,21 @@ async def test_drain_of_a_paused_server_waits_for_its_requests_until_the_deadlin
         assert (reports[-1].num_running, reports[-1].num_aborted) == (0, 2)
         assert {(await reader.end()).reason for reader in readers} == {inference_pb2.FINISH_REASON_ABORT}
         assert (await refused(doors, "new")).code() is grpc.StatusCode.UNAVAILABLE  # draining, whatever the mode
+
+
+async def test_python_client_has_the_verbs() -> None:
+    async with real_doors(SLOW) as doors, asyncio.timeout(30):
+        (reader,) = await running(doors, 1, 80)
+        admin = AsyncClient(channel=doors.channel).admin
+        await admin.pause("keep", timeout_s=10)
+        assert await admin.is_paused()
+        answer = await admin.reset_prefix_cache()
+        assert answer.num_blocks_in_use == doors.fleet.status().groups[0].num_blocks_in_use >= 1
+        await admin.sleep(mode="keep")
+        assert await admin.sleeping_tags() == ["scheduling"]
+        await admin.wake_up()
+        await admin.resume()
+        assert (await reader.end()).token_ids == greedy([*PROMPT, 0], 80)
+        with pytest.raises(NotBuilt, match="level 2"):
+            await admin.sleep(2)
+        assert [report.num_running async for report in admin.drain()] == [0]

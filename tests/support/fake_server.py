@@ -95,6 +95,39 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
     def GetStatus(self, request: Any, context: Any) -> Any:
         return self.status
 
+    def PauseGeneration(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        return admin_pb2.PauseGenerationResponse()
+
+    def ResumeGeneration(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        return admin_pb2.ResumeGenerationResponse()
+
+    def IsPaused(self, request: Any, context: Any) -> Any:
+        return admin_pb2.IsPausedResponse(is_paused=True)
+
+    def Sleep(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        if request.level:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "not built yet")
+        return admin_pb2.SleepResponse()
+
+    def WakeUp(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        return admin_pb2.WakeUpResponse()
+
+    def IsSleeping(self, request: Any, context: Any) -> Any:
+        return admin_pb2.IsSleepingResponse(is_sleeping=True, tags=["scheduling"])
+
+    def ResetPrefixCache(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        return admin_pb2.ResetPrefixCacheResponse(num_blocks=5, num_blocks_in_use=2)
+
+    def Drain(self, request: Any, context: Any) -> Iterator[Any]:
+        self.requests.append(request)
+        yield admin_pb2.DrainResponse(num_running=3, num_waiting=1)
+        yield admin_pb2.DrainResponse(num_aborted=4)
+
     def wait_for_cancel(self, request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
         """A ``generate`` that says two words and then nothing until the client goes."""
         context.add_callback(self.cancelled.set)

@@ -3,6 +3,7 @@
 Needs grpc, the generated messages and nothing else of the server.
 """
 
+from maniple_client.admin import Admin, AsyncAdmin, PauseMode
 from maniple_client.aio import AsyncClient, AsyncGenerationStream
 from maniple_client.channel import DEFAULT_ADDRESS
 from maniple_client.client import Client, GenerationStream
@@ -31,7 +32,9 @@ from maniple_client.requests import Embedding, Message, Options, Sampling
 __all__ = [
     "DEFAULT_ADDRESS",
     "Aborted",
+    "Admin",
     "AlreadyExists",
+    "AsyncAdmin",
     "AsyncClient",
     "AsyncGenerationStream",
     "Cancelled",
@@ -53,6 +56,7 @@ __all__ = [
     "NotFound",
     "Options",
     "Overloaded",
+    "PauseMode",
     "PermissionDenied",
     "Sample",
     "Sampling",

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from maniple.v1 import admin_pb2, inference_pb2
+from maniple_client.admin import AsyncAdmin
 from maniple_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
 from maniple_client.client import _CALL_TIMEOUT_S
 from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error, richer
@@ -162,6 +163,11 @@ class AsyncClient:
     def _admin(self) -> Any:
         stub: Any = self._servers.present.admin
         return stub
+
+    @property
+    def admin(self) -> AsyncAdmin:
+        """What operators ask."""
+        return AsyncAdmin(lambda: self._admin)
 
     async def __aenter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from maniple_client.admin import Admin
 from maniple_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
 from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error, richer
 from maniple_client.events import Event, Transcript, event_of
@@ -172,6 +173,11 @@ class Client:
     def _admin(self) -> admin_pb2_grpc.AdminServiceStub:
         stub: admin_pb2_grpc.AdminServiceStub = self._servers.present.admin
         return stub
+
+    @property
+    def admin(self) -> Admin:
+        """What operators ask."""
+        return Admin(lambda: self._admin)
 
     def __enter__(self) -> Self:
         return self

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16maniple/v1/admin.proto\x12\nmaniple.v1\"\x12\n\x10GetStatusRequest\"\xa4\x03\n\x0bGroupStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x31\n\x05ranks\x18\x06 \x03(\x0b\x32\".maniple.v1.GroupStatus.RankStatus\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\t \x01(\r\x12\x19\n\x11num_cached_blocks\x18\n \x01(\r\x12\x18\n\x10num_total_blocks\x18\x0b \x01(\r\x12\x12\n\nblock_size\x18\x0c \x01(\r\x12\x17\n\x0fnum_preemptions\x18\r \x01(\x04\x1as\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x04\x12\x11\n\tcompleted\x18\x05 \x01(\x04\x12\x14\n\x0csilent_for_s\x18\x06 \x01(\x01\"\xb5\x02\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x05 \x01(\t\x12\'\n\x06groups\x18\x06 \x03(\x0b\x32\x17.maniple.v1.GroupStatus\x12\x1b\n\x13prompt_tokens_per_s\x18\x07 \x01(\x01\x12\x1b\n\x13output_tokens_per_s\x18\x08 \x01(\x01\x12\x1c\n\x14prefix_cache_queries\x18\t \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\n \x01(\x04\x12\x14\n\x0cnum_finished\x18\x0b \x01(\x04\x12\x13\n\x0bsteps_per_s\x18\x0c \x01(\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\ndeadline_s\x18\x01 \x01(\x01\"N\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bnum_aborted\x18\x03 \x01(\r\"R\n\x16PauseGenerationRequest\x12#\n\x04mode\x18\x01 \x01(\x0e\x32\x15.maniple.v1.PauseMode\x12\x13\n\x0b\x63lear_cache\x18\x02 \x01(\x08\"\x19\n\x17PauseGenerationResponse\"\x19\n\x17ResumeGenerationRequest\"\x1a\n\x18ResumeGenerationResponse\"\x11\n\x0fIsPausedRequest\"%\n\x10IsPausedResponse\x12\x11\n\tis_paused\x18\x01 \x01(\x08\"B\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12#\n\x04mode\x18\x02 \x01(\x0e\x32\x15.maniple.v1.PauseMode\"\x0f\n\rSleepResponse\"\x1d\n\rWakeUpRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x10\n\x0eWakeUpResponse\"\x13\n\x11IsSleepingRequest\"7\n\x12IsSleepingResponse\x12\x13\n\x0bis_sleeping\x18\x01 \x01(\x08\x12\x0c\n\x04tags\x18\x02 \x03(\t\"\x19\n\x17ResetPrefixCacheRequest\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"-\n\x0fLoadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x12\n\x10LoadLoraResponse\"!\n\x11UnloadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12UnloadLoraResponse\"\x12\n\x10ListLorasRequest\"\"\n\x11ListLorasResponse\x12\r\n\x05names\x18\x01 \x03(\t\"$\n\x14UpdateWeightsRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\",\n\x15UpdateWeightsResponse\x12\x13\n\x0bnum_tensors\x18\x01 \x01(\r\"(\n\x13StartProfileRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"#\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32\x9c\t\n\x0c\x41\x64minService\x12H\n\tGetStatus\x12\x1c.maniple.v1.GetStatusRequest\x1a\x1d.maniple.v1.GetStatusResponse\x12>\n\x05\x44rain\x12\x18.maniple.v1.DrainRequest\x1a\x19.maniple.v1.DrainResponse0\x01\x12Z\n\x0fPauseGeneration\x12\".maniple.v1.PauseGenerationRequest\x1a#.maniple.v1.PauseGenerationResponse\x12]\n\x10ResumeGeneration\x12#.maniple.v1.ResumeGenerationRequest\x1a$.maniple.v1.ResumeGenerationResponse\x12\x45\n\x08IsPaused\x12\x1b.maniple.v1.IsPausedRequest\x1a\x1c.maniple.v1.IsPausedResponse\x12<\n\x05Sleep\x12\x18.maniple.v1.SleepRequest\x1a\x19.maniple.v1.SleepResponse\x12?\n\x06WakeUp\x12\x19.maniple.v1.WakeUpRequest\x1a\x1a.maniple.v1.WakeUpResponse\x12K\n\nIsSleeping\x12\x1d.maniple.v1.IsSleepingRequest\x1a\x1e.maniple.v1.IsSleepingResponse\x12]\n\x10ResetPrefixCache\x12#.maniple.v1.ResetPrefixCacheRequest\x1a$.maniple.v1.ResetPrefixCacheResponse\x12\x45\n\x08LoadLora\x12\x1b.maniple.v1.LoadLoraRequest\x1a\x1c.maniple.v1.LoadLoraResponse\x12K\n\nUnloadLora\x12\x1d.maniple.v1.UnloadLoraRequest\x1a\x1e.maniple.v1.UnloadLoraResponse\x12H\n\tListLoras\x12\x1c.maniple.v1.ListLorasRequest\x1a\x1d.maniple.v1.ListLorasResponse\x12T\n\rUpdateWeights\x12 .maniple.v1.UpdateWeightsRequest\x1a!.maniple.v1.UpdateWeightsResponse\x12Q\n\x0cStartProfile\x12\x1f.maniple.v1.StartProfileRequest\x1a .maniple.v1.StartProfileResponse\x12N\n\x0bStopProfile\x12\x1e.maniple.v1.StopProfileRequest\x1a\x1f.maniple.v1.StopProfileResponseBE\n\x0e\x64\x65v.maniple.v1P\x01Z$maniple.dev/gen/maniple/v1;maniplev1\xaa\x02\nManiple.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16maniple/v1/admin.proto\x12\nmaniple.v1\"\x12\n\x10GetStatusRequest\"\xa4\x03\n\x0bGroupStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x31\n\x05ranks\x18\x06 \x03(\x0b\x32\".maniple.v1.GroupStatus.RankStatus\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\t \x01(\r\x12\x19\n\x11num_cached_blocks\x18\n \x01(\r\x12\x18\n\x10num_total_blocks\x18\x0b \x01(\r\x12\x12\n\nblock_size\x18\x0c \x01(\r\x12\x17\n\x0fnum_preemptions\x18\r \x01(\x04\x1as\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x04\x12\x11\n\tcompleted\x18\x05 \x01(\x04\x12\x14\n\x0csilent_for_s\x18\x06 \x01(\x01\"\xb5\x02\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x05 \x01(\t\x12\'\n\x06groups\x18\x06 \x03(\x0b\x32\x17.maniple.v1.GroupStatus\x12\x1b\n\x13prompt_tokens_per_s\x18\x07 \x01(\x01\x12\x1b\n\x13output_tokens_per_s\x18\x08 \x01(\x01\x12\x1c\n\x14prefix_cache_queries\x18\t \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\n \x01(\x04\x12\x14\n\x0cnum_finished\x18\x0b \x01(\x04\x12\x13\n\x0bsteps_per_s\x18\x0c \x01(\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\ndeadline_s\x18\x01 \x01(\x01\"N\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bnum_aborted\x18\x03 \x01(\r\"R\n\x16PauseGenerationRequest\x12#\n\x04mode\x18\x01 \x01(\x0e\x32\x15.maniple.v1.PauseMode\x12\x13\n\x0b\x63lear_cache\x18\x02 \x01(\x08\"\x19\n\x17PauseGenerationResponse\"\x19\n\x17ResumeGenerationRequest\"\x1a\n\x18ResumeGenerationResponse\"\x11\n\x0fIsPausedRequest\"%\n\x10IsPausedResponse\x12\x11\n\tis_paused\x18\x01 \x01(\x08\"B\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12#\n\x04mode\x18\x02 \x01(\x0e\x32\x15.maniple.v1.PauseMode\"\x0f\n\rSleepResponse\"\x1d\n\rWakeUpRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x10\n\x0eWakeUpResponse\"\x13\n\x11IsSleepingRequest\"7\n\x12IsSleepingResponse\x12\x13\n\x0bis_sleeping\x18\x01 \x01(\x08\x12\x0c\n\x04tags\x18\x02 \x03(\t\"\x19\n\x17ResetPrefixCacheRequest\"I\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x19\n\x11num_blocks_in_use\x18\x02 \x01(\r\"-\n\x0fLoadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x12\n\x10LoadLoraResponse\"!\n\x11UnloadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12UnloadLoraResponse\"\x12\n\x10ListLorasRequest\"\"\n\x11ListLorasResponse\x12\r\n\x05names\x18\x01 \x03(\t\"$\n\x14UpdateWeightsRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\",\n\x15UpdateWeightsResponse\x12\x13\n\x0bnum_tensors\x18\x01 \x01(\r\"(\n\x13StartProfileRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"#\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32\x9c\t\n\x0c\x41\x64minService\x12H\n\tGetStatus\x12\x1c.maniple.v1.GetStatusRequest\x1a\x1d.maniple.v1.GetStatusResponse\x12>\n\x05\x44rain\x12\x18.maniple.v1.DrainRequest\x1a\x19.maniple.v1.DrainResponse0\x01\x12Z\n\x0fPauseGeneration\x12\".maniple.v1.PauseGenerationRequest\x1a#.maniple.v1.PauseGenerationResponse\x12]\n\x10ResumeGeneration\x12#.maniple.v1.ResumeGenerationRequest\x1a$.maniple.v1.ResumeGenerationResponse\x12\x45\n\x08IsPaused\x12\x1b.maniple.v1.IsPausedRequest\x1a\x1c.maniple.v1.IsPausedResponse\x12<\n\x05Sleep\x12\x18.maniple.v1.SleepRequest\x1a\x19.maniple.v1.SleepResponse\x12?\n\x06WakeUp\x12\x19.maniple.v1.WakeUpRequest\x1a\x1a.maniple.v1.WakeUpResponse\x12K\n\nIsSleeping\x12\x1d.maniple.v1.IsSleepingRequest\x1a\x1e.maniple.v1.IsSleepingResponse\x12]\n\x10ResetPrefixCache\x12#.maniple.v1.ResetPrefixCacheRequest\x1a$.maniple.v1.ResetPrefixCacheResponse\x12\x45\n\x08LoadLora\x12\x1b.maniple.v1.LoadLoraRequest\x1a\x1c.maniple.v1.LoadLoraResponse\x12K\n\nUnloadLora\x12\x1d.maniple.v1.UnloadLoraRequest\x1a\x1e.maniple.v1.UnloadLoraResponse\x12H\n\tListLoras\x12\x1c.maniple.v1.ListLorasRequest\x1a\x1d.maniple.v1.ListLorasResponse\x12T\n\rUpdateWeights\x12 .maniple.v1.UpdateWeightsRequest\x1a!.maniple.v1.UpdateWeightsResponse\x12Q\n\x0cStartProfile\x12\x1f.maniple.v1.StartProfileRequest\x1a .maniple.v1.StartProfileResponse\x12N\n\x0bStopProfile\x12\x1e.maniple.v1.StopProfileRequest\x1a\x1f.maniple.v1.StopProfileResponseBE\n\x0e\x64\x65v.maniple.v1P\x01Z$maniple.dev/gen/maniple/v1;maniplev1\xaa\x02\nManiple.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,8 +32,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'maniple.v1.admin_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016dev.maniple.v1P\001Z$maniple.dev/gen/maniple/v1;maniplev1\252\002\nManiple.V1'
-  _globals['_PAUSEMODE']._serialized_start=1809
-  _globals['_PAUSEMODE']._serialized_end=1912
+  _globals['_PAUSEMODE']._serialized_start=1836
+  _globals['_PAUSEMODE']._serialized_end=1939
   _globals['_GETSTATUSREQUEST']._serialized_start=38
   _globals['_GETSTATUSREQUEST']._serialized_end=56
   _globals['_GROUPSTATUS']._serialized_start=59
@@ -73,31 +73,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1345
   _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1370
   _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1372
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1418
-  _globals['_LOADLORAREQUEST']._serialized_start=1420
-  _globals['_LOADLORAREQUEST']._serialized_end=1465
-  _globals['_LOADLORARESPONSE']._serialized_start=1467
-  _globals['_LOADLORARESPONSE']._serialized_end=1485
-  _globals['_UNLOADLORAREQUEST']._serialized_start=1487
-  _globals['_UNLOADLORAREQUEST']._serialized_end=1520
-  _globals['_UNLOADLORARESPONSE']._serialized_start=1522
-  _globals['_UNLOADLORARESPONSE']._serialized_end=1542
-  _globals['_LISTLORASREQUEST']._serialized_start=1544
-  _globals['_LISTLORASREQUEST']._serialized_end=1562
-  _globals['_LISTLORASRESPONSE']._serialized_start=1564
-  _globals['_LISTLORASRESPONSE']._serialized_end=1598
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1600
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1636
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1638
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1682
-  _globals['_STARTPROFILEREQUEST']._serialized_start=1684
-  _globals['_STARTPROFILEREQUEST']._serialized_end=1724
-  _globals['_STARTPROFILERESPONSE']._serialized_start=1726
-  _globals['_STARTPROFILERESPONSE']._serialized_end=1748
-  _globals['_STOPPROFILEREQUEST']._serialized_start=1750
-  _globals['_STOPPROFILEREQUEST']._serialized_end=1770
-  _globals['_STOPPROFILERESPONSE']._serialized_start=1772
-  _globals['_STOPPROFILERESPONSE']._serialized_end=1807
-  _globals['_ADMINSERVICE']._serialized_start=1915
-  _globals['_ADMINSERVICE']._serialized_end=3095
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1445
+  _globals['_LOADLORAREQUEST']._serialized_start=1447
+  _globals['_LOADLORAREQUEST']._serialized_end=1492
+  _globals['_LOADLORARESPONSE']._serialized_start=1494
+  _globals['_LOADLORARESPONSE']._serialized_end=1512
+  _globals['_UNLOADLORAREQUEST']._serialized_start=1514
+  _globals['_UNLOADLORAREQUEST']._serialized_end=1547
+  _globals['_UNLOADLORARESPONSE']._serialized_start=1549
+  _globals['_UNLOADLORARESPONSE']._serialized_end=1569
+  _globals['_LISTLORASREQUEST']._serialized_start=1571
+  _globals['_LISTLORASREQUEST']._serialized_end=1589
+  _globals['_LISTLORASRESPONSE']._serialized_start=1591
+  _globals['_LISTLORASRESPONSE']._serialized_end=1625
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1627
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1663
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1665
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1709
+  _globals['_STARTPROFILEREQUEST']._serialized_start=1711
+  _globals['_STARTPROFILEREQUEST']._serialized_end=1751
+  _globals['_STARTPROFILERESPONSE']._serialized_start=1753
+  _globals['_STARTPROFILERESPONSE']._serialized_end=1775
+  _globals['_STOPPROFILEREQUEST']._serialized_start=1777
+  _globals['_STOPPROFILEREQUEST']._serialized_end=1797
+  _globals['_STOPPROFILERESPONSE']._serialized_start=1799
+  _globals['_STOPPROFILERESPONSE']._serialized_end=1834
+  _globals['_ADMINSERVICE']._serialized_start=1942
+  _globals['_ADMINSERVICE']._serialized_end=3122
 # @@protoc_insertion_point(module_scope)

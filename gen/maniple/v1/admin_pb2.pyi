@@ -298,7 +298,10 @@ Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
 class PauseGenerationRequest(_message.Message):
-    """Stop scheduling."""
+    """Stop scheduling. The answer comes when no step is under way any more; a caller that does not wait for it changes
+    nothing. Another call may change the mode. Until ResumeGeneration the server is not ready: new requests are refused
+    with UNAVAILABLE, or, with PAUSE_MODE_KEEP, queue. Requests can be cancelled and their deadlines pass meanwhile.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -341,7 +344,7 @@ Global___PauseGenerationResponse: _TypeAlias = PauseGenerationResponse  # noqa: 
 
 @_typing.final
 class ResumeGenerationRequest(_message.Message):
-    """Schedule again."""
+    """Schedule again; the same as to wake the tag `scheduling`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -398,7 +401,7 @@ class IsPausedResponse(_message.Message):
 
     IS_PAUSED_FIELD_NUMBER: _builtins.int
     is_paused: _builtins.bool
-    """Whether scheduling is paused."""
+    """Whether scheduling is paused, and no step is under way any more."""
     def __init__(
         self,
         *,
@@ -421,7 +424,7 @@ class SleepRequest(_message.Message):
     LEVEL_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     level: _builtins.int
-    """0: only pause. 1: weights to the host, KV dropped. 2: both dropped."""
+    """0: only pause, the same as PauseGeneration. 1: weights to the host, KV dropped. 2: both dropped."""
     mode: Global___PauseMode.ValueType
     """What happens to requests."""
     def __init__(
@@ -464,7 +467,7 @@ class WakeUpRequest(_message.Message):
     TAGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """weights, kv_cache, scheduling. None: all."""
+        """weights, kv_cache, scheduling. None: all. What does not sleep stays as it is."""
 
     def __init__(
         self,
@@ -543,7 +546,7 @@ Global___IsSleepingResponse: _TypeAlias = IsSleepingResponse  # noqa: Y015
 
 @_typing.final
 class ResetPrefixCacheRequest(_message.Message):
-    """Forget cached prefixes."""
+    """Forget cached prefixes. Refused by nothing: what running requests hold stays, see the answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -565,16 +568,20 @@ class ResetPrefixCacheResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_IN_USE_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Blocks that were forgotten."""
+    num_blocks_in_use: _builtins.int
+    """Blocks that requests hold. They keep their contents, and are cached when the requests end."""
     def __init__(
         self,
         *,
         num_blocks: _builtins.int = ...,
+        num_blocks_in_use: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_blocks_in_use", b"num_blocks_in_use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

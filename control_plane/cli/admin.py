@@ -1,0 +1,158 @@
+"""``maniple admin``: the verbs of an operator, against a running server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from control_plane.cli.connection import add_server_flag, report, server_address
+from control_plane.cli.number_flags import LONGEST_S, number, whole
+from control_plane.exit_codes import INTERRUPTED, OK
+from maniple_client import Client, ManipleError
+from service_chassis.settings import at_least
+
+_MODES = ("abort", "wait", "keep")
+_TAGS = ("weights", "kv_cache", "scheduling")
+_MODE_HELP = (
+    "what happens to requests that are here: they end with finish reason abort (abort), finish (wait), or freeze until "
+    "generation is resumed (keep, in which new requests queue; else they are refused). Default abort"
+)
+
+
+def _pause(client: Client, arguments: argparse.Namespace) -> None:
+    client.admin.pause(arguments.mode, clear_cache=arguments.clear_cache)
+    print(f"Paused.{_left(client)}")
+
+
+def _resume(client: Client, arguments: argparse.Namespace) -> None:
+    client.admin.resume()
+    print("Generation goes on.")
+
+
+def _sleep(client: Client, arguments: argparse.Namespace) -> None:
+    client.admin.sleep(arguments.level, arguments.mode)
+    print(f"Asleep: {', '.join(client.admin.sleeping_tags())}.{_left(client)}")
+
+
+def _wake_up(client: Client, arguments: argparse.Namespace) -> None:
+    client.admin.wake_up(arguments.tags)
+    asleep = client.admin.sleeping_tags()
+    print(f"Still asleep: {', '.join(asleep)}." if asleep else "Awake.")
+
+
+def _reset_prefix_cache(client: Client, arguments: argparse.Namespace) -> None:
+    answer = client.admin.reset_prefix_cache()
+    held = f"; {answer.num_blocks_in_use} are held by requests and stay" if answer.num_blocks_in_use else ""
+    print(f"{answer.num_blocks} cached blocks were forgotten{held}.")
+
+
+def _drain(client: Client, arguments: argparse.Namespace) -> None:
+    num_aborted = 0
+    for progress in client.admin.drain(arguments.deadline_s or 0.0):
+        num_aborted = progress.num_aborted
+        if progress.num_running or progress.num_waiting:
+            print(f"{progress.num_running} running, {progress.num_waiting} waiting", flush=True)
+    aborted = f", {num_aborted} requests were aborted" if num_aborted else ""
+    print(f"Drained{aborted}. The server stays up, and accepts no more requests.")
+
+
+def _left(client: Client) -> str:
+    status = client.status()
+    num_kept = sum(group.num_running + group.num_waiting for group in status.groups)
+    return f" {num_kept} samples are kept." if num_kept else ""
+
+
+_VERBS: dict[str, tuple[Callable[[Client, argparse.Namespace], None], str, str, str]] = {
+    "pause": (
+        _pause,
+        "stop scheduling; returns when nothing is computed any more",
+        "Stop scheduling, and return when nothing is computed any more. Requests can be cancelled meanwhile, and "
+        "their deadlines pass. A pause is this server's alone: a control plane that takes its workers over goes on.",
+        "maniple admin pause --mode keep\n  maniple admin pause --mode wait --clear-cache",
+    ),
+    "resume": (_resume, "schedule again", "Schedule again, with what was kept first.", "maniple admin resume"),
+    "sleep": (
+        _sleep,
+        "sleep; level 0 stops scheduling",
+        "Sleep. Level 0 stops scheduling, as `pause` does. Levels 1 and 2, which give device memory back, are not "
+        "built yet.",
+        "maniple admin sleep --level 0 --mode keep",
+    ),
+    "wake-up": (
+        _wake_up,
+        "end a sleep",
+        "Wake up what sleeps: all, or what is named.",
+        "maniple admin wake-up\n  maniple admin wake-up scheduling",
+    ),
+    "reset-prefix-cache": (
+        _reset_prefix_cache,
+        "forget cached prefixes",
+        "Forget all cached prefixes. Blocks that running requests hold stay, and are cached when those end: pause "
+        "with mode abort or wait first if nothing of before may be used again.",
+        "maniple admin reset-prefix-cache",
+    ),
+    "drain": (
+        _drain,
+        "finish what is here, accept no more, and tell how many are left",
+        "Accept no more requests, and wait until none is left. It goes on when this command is ended.",
+        "maniple admin drain\n  maniple admin drain --deadline-s 60",
+    ),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="maniple admin",
+        description="Operate a running server.",
+        epilog="Exit code 0: done; 1: the server refused, or nobody answers.\n\n"
+        "Examples:\n  maniple admin pause --mode keep\n  maniple admin resume\n  maniple admin drain --deadline-s 60",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="{" + ",".join(_VERBS) + "}")
+    for name, (_, summary, description, examples) in _VERBS.items():
+        verb = verbs.add_parser(
+            name,
+            help=summary,
+            description=description,
+            epilog=f"Examples:\n  {examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        add_server_flag(verb)
+        _add_flags(name, verb.add_argument)
+    return made
+
+
+def _add_flags(verb: str, add: Callable[..., Any]) -> None:
+    if verb in ("pause", "sleep"):
+        add("--mode", choices=_MODES, default="abort", help=_MODE_HELP)
+    if verb == "pause":
+        add("--clear-cache", action="store_true", help="forget cached prefixes too")
+    if verb == "sleep":
+        add("--level", type=whole(0, at_most=2), default=0, metavar="N", help="0 (the default), 1 or 2")
+    if verb == "wake-up":
+        add("tags", nargs="*", metavar="TAG", choices=[*_TAGS, []], help=f"of {', '.join(_TAGS)}; none: all")
+    if verb == "drain":
+        add(
+            "--deadline-s",
+            type=number(at_least(0.001, at_most=LONGEST_S)),
+            metavar="SECONDS",
+            help="abort what is left after so long (default: never)",
+        )
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
+    address = server_address(arguments)
+    with Client(address) as client:
+        try:
+            _VERBS[arguments.verb][0](client, arguments)
+        except ManipleError as error:
+            return report(f"maniple admin {arguments.verb}", error, address)
+        except KeyboardInterrupt:
+            print("The server goes on with it.", file=sys.stderr)
+            return INTERRUPTED
+    return OK
