@@ -23,6 +23,7 @@ from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
 from control_plane.text.tokenizer import Tokenizer
 from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, FEATURE_POOLING
 from service_chassis.scripted import parse_scripted
+from service_chassis.tls import ClientTls
 
 # Of the vectors in one step's result: the ranks keep the results of some dozen steps.
 MAX_VECTOR_BYTES = 1 << 20
@@ -35,9 +36,10 @@ def build_group(
     *,
     group: int = 0,
     recorder: DeltaRecorder | None = None,
+    worker_tls: ClientTls | None = None,
 ) -> WorkerGroup:
     """Return one of the groups that the configuration asks for, not yet formed; ``recorder`` is told of its steps."""
-    executor = build_executor(config, group=group)
+    executor = build_executor(config, group=group, worker_tls=worker_tls)
     settings = _group_settings(config, model_path, owner_address)
     owner_id = secrets.token_hex(8)
     if recorder is None:
@@ -45,7 +47,7 @@ def build_group(
     return RecordedGroup(executor, settings, owner_id=owner_id, recording=GroupRecording(recorder, str(group)))
 
 
-def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
+def build_executor(config: ControlPlaneConfig, *, group: int = 0, worker_tls: ClientTls | None = None) -> Executor:
     """Return what starts or finds the ranks of one group; ``group`` counts the groups of worker addresses."""
     local = config.executor in (UNI, MP)
     settings = WorkerSettings(
@@ -56,6 +58,7 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
         report_interval_s=config.report_interval_s,
         idle_report_interval_s=config.idle_report_interval_s,
         allow_insecure_serialization=config.allow_insecure_serialization,
+        allow_plaintext_listen=config.executor == RAY and config.allow_plaintext_workers,
         log_level=config.log_level,
         log_format=config.log_format,
     )
@@ -63,11 +66,13 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0) -> Executor:
     if config.executor == UNI:
         return UniprocExecutor(settings)
     if config.executor == REMOTE:
-        return RemoteExecutor(config.worker_addresses[group], world_size=world_size, settings=settings)
+        return RemoteExecutor(config.worker_addresses[group], world_size=world_size, settings=settings, tls=worker_tls)
     if config.executor == RAY:
         # Under this name the next control plane of the same model finds the ranks.
         name = f"{config.served_model_name[0]}/group{group}"
-        return RayExecutor(name=name, world_size=world_size, settings=settings, address=config.ray_address)
+        return RayExecutor(
+            name=name, world_size=world_size, settings=settings, address=config.ray_address, tls=worker_tls
+        )
     return MultiprocExecutor(world_size=world_size, settings=settings, broadcast_ring=config.broadcast_ring)
 
 

@@ -17,6 +17,7 @@ from control_plane.executors.ray_surroundings import in_placement_group
 from control_plane.executors.selection import AUTO, EXECUTORS, MP, RAY, REMOTE, UNI, Surroundings, choose_executor
 from control_plane.executors.worker_addresses import DNS, address_rule, one_per_rank
 from control_plane.model_store import looks_like_path, missing_rule
+from control_plane.security_rules import algorithms_rule, plaintext_faults, security_faults
 from service_chassis.errors import ConfigurationError
 from service_chassis.server_address import is_wildcard
 from service_chassis.settings import (
@@ -41,6 +42,7 @@ from service_chassis.telemetry import get_logger
 log = get_logger()
 
 MODEL, SERVER, BATCH, CACHE, GROUP, LOGGING = "model", "server", "batch", "KV cache", "workers", "logging"
+SECURITY = "security"
 
 # What the messages to workers and their tables can hold, and what no machine needs more of.
 MOST_TOKENS = 2**31 - 1
@@ -62,6 +64,10 @@ def _listen_rule(value: str) -> str:
     if host and colon and port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535:
         return ""
     return "must be HOST:PORT with a port up to 65535 (0: a free one), or unix:PATH"
+
+
+def _optional_listen_rule(value: str) -> str:
+    return _listen_rule(value) if value else ""
 
 
 def _advertise_rule(value: str) -> str:
@@ -130,8 +136,8 @@ class ControlPlaneConfig:
     the bit in float32. Off by default: it costs speed."""
 
     listen: str = setting("127.0.0.1:50051", topic=SERVER, read=read_text, rule=_listen_rule, metavar="ADDRESS")
-    """Where clients connect: HOST:PORT or unix:PATH; port 0 takes a free one. Loopback by default, since there is no
-    authentication on this port."""
+    """Where clients connect: HOST:PORT or unix:PATH; port 0 takes a free one. Loopback by default: without TLS and
+    authentication others may generate here, and AdminService is served to nobody but this machine."""
 
     advertise_address: str = setting("", topic=SERVER, read=read_text, rule=_advertise_rule, metavar="ADDRESS")
     """Where clients and other control planes reach this one, HOST:PORT or unix:PATH, told to them when another one is
@@ -278,6 +284,85 @@ class ControlPlaneConfig:
     )
     """How long each stage of forming a group may take; loading a large model from a slow disk sets the size."""
 
+    tls_certificate: str = setting("", topic=SECURITY, read=read_text, metavar="FILE")
+    """This server's certificate with its chain, PEM. With it --listen speaks TLS only; a file that is replaced is taken
+    for new connections, without ending streams."""
+
+    tls_key: str = setting("", topic=SECURITY, read=read_text, metavar="FILE")
+    """The certificate's private key, PEM, unencrypted."""
+
+    tls_client_ca: str = setting("", topic=SECURITY, read=read_text, metavar="FILE")
+    """Authorities, PEM, one of which must have signed the certificate that every client then has to show. Without
+    --auth-callers and --auth-jwks such a client has the scope inference."""
+
+    auth_callers: str = setting("", topic=SECURITY, read=read_text, metavar="FILE")
+    """Who may call what: a TOML file of callers with their scopes, known by a bearer token or by a name in their
+    certificate; see docs/security.md. Read again when it changes."""
+
+    auth_jwks: str = setting("", topic=SECURITY, read=read_text, metavar="FILE")
+    """Public keys (JWKS) of the identity provider whose tokens (JWT) are accepted. Read again when it changes."""
+
+    auth_jwt_issuer: str = setting("", topic=SECURITY, read=read_text, metavar="NAME")
+    """What tokens must say in iss."""
+
+    auth_jwt_audience: str = setting("", topic=SECURITY, read=read_text, metavar="NAME")
+    """What tokens must say in aud."""
+
+    auth_jwt_algorithms: tuple[str, ...] = setting(
+        ("RS256", "ES256", "EdDSA"), topic=SECURITY, read=read_words, rule=algorithms_rule, metavar="ALGORITHMS"
+    )
+    """Signatures of tokens that are accepted, by commas."""
+
+    admin_listen: str = setting("", topic=SECURITY, read=read_text, rule=_optional_listen_rule, metavar="ADDRESS")
+    """Where AdminService is served instead of --listen. On a Unix socket or the loopback whoever can connect may
+    administrate, unless callers are known by tokens."""
+
+    probe_listen: str = setting("", topic=SECURITY, read=read_text, rule=_optional_listen_rule, metavar="ADDRESS")
+    """Where grpc.health.v1, and nothing else, is served in plaintext too, for probes that speak no TLS."""
+
+    max_requests_per_caller: int = setting(
+        0, topic=SECURITY, read=read_whole, rule=at_least(0, at_most=1_000_000), metavar="REQUESTS"
+    )
+    """Requests that one caller may have at a time, running and waiting. 0: any number."""
+
+    max_waiting_per_caller: int = setting(
+        0, topic=SECURITY, read=read_whole, rule=at_least(0, at_most=1_000_000), metavar="REQUESTS"
+    )
+    """Requests of one caller that may wait. 0: half of --max-num-waiting, so that nobody fills the queue alone."""
+
+    max_concurrent_streams: int = setting(
+        4096, topic=SECURITY, read=read_whole, rule=at_least(16, at_most=1_000_000), metavar="STREAMS"
+    )
+    """Calls at a time on one connection. More wait in the client, which sees nothing of that."""
+
+    relay_tls_ca: str = setting("", topic=SECURITY, read=read_text, metavar="FILE")
+    """Authorities, PEM, of other control planes, when a call is passed on to the owner of a group. Default, with
+    --tls-certificate: --tls-client-ca, else the system's. The own certificate is shown to them."""
+
+    relay_tls_server_name: str = setting("", topic=SECURITY, read=read_text, metavar="NAME")
+    """What their certificates must be for, where that is not the host of their address."""
+
+    relay_token: str = setting("", topic=SECURITY, read=read_text, metavar="FILE")
+    """A bearer token with the scope relay, where control planes are known to each other by a token. Only with it, or
+    with a certificate of that scope, may one pass calls on in the name of its clients."""
+
+    rank_tls_ca: str = setting("", topic=SECURITY, read=read_text, metavar="FILE")
+    """Authorities, PEM, of workers that run elsewhere. They are then reached over TLS only; Unix sockets are not."""
+
+    rank_tls_certificate: str = setting("", topic=SECURITY, read=read_text, metavar="FILE")
+    """The certificate to show to workers, PEM. It commands them: let their --tls-client-ca sign nothing else, or name
+    it in their --tls-client-names."""
+
+    rank_tls_key: str = setting("", topic=SECURITY, read=read_text, metavar="FILE")
+    """Its private key, PEM, unencrypted."""
+
+    rank_tls_server_name: str = setting("", topic=SECURITY, read=read_text, metavar="NAME")
+    """What the certificates of workers must be for, where that is not the host of their address: with dns:/// they are
+    reached by IP."""
+
+    allow_plaintext_workers: bool = setting(False, topic=SECURITY, read=read_switch)
+    """Send prompts to workers over a network in plaintext. Only on one that encrypts and admits nobody else."""
+
     log_level: str = setting("info", topic=LOGGING, read=read_text, rule=one_of("debug", "info", "warning", "error"))
     """Least severity that is logged: debug (one line a step), info (one a request), warning, error."""
 
@@ -334,6 +419,7 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
         )
     if config.max_groups and not config.worker_addresses:
         faults.append(("max_groups", config.max_groups, "needs --worker-addresses: all other groups are its own"))
+    faults += security_faults(config)
     for name in ("heartbeat_timeout_s", "lease_s"):
         # Two lost reports in a row must not look like a death.
         least = 2 * max(config.report_interval_s, config.idle_report_interval_s)
@@ -489,7 +575,7 @@ def _owner_faults(config: ControlPlaneConfig, executor: str, world_size: int) ->
     if is_wildcard(config.listen) and not config.advertise_address:
         rule = "needs --advertise-address where workers run elsewhere: nobody can connect to a wildcard"
         return [("listen", config.listen, rule)]
-    return []
+    return plaintext_faults(config, executor)
 
 
 def _address_faults(config: ControlPlaneConfig, world_size: int) -> list[Fault]:

@@ -16,6 +16,7 @@ from dataclasses import replace
 import structlog
 
 from control_plane.adopted_batch import BatchOfRequests, requests_of
+from control_plane.caller_share import Held
 from control_plane.client_errors import error_of_loss, error_of_refusal
 from control_plane.control_blob import write_blob
 from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, row_pooling
@@ -289,6 +290,15 @@ class Engine:
     def knows(self, request_id: RequestId) -> bool:
         """Whether a request of that id is here."""
         return request_id in self._live
+
+    def client_of(self, request_id: RequestId) -> str | None:
+        """Return whose request it is; None: it is not here."""
+        live = self._live.get(request_id)
+        return None if live is None else live.generation.client_identity
+
+    def held_by(self, identity: str) -> Held:
+        """Say how many requests of one caller are here."""
+        return self._live.held_by(identity)
 
     def leave_to(self, other: Engine) -> None:
         """End here what ``other`` computes too: it moved there when nobody could say that this group still had it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from control_plane.caller_share import CallerShare, Held
 from control_plane.engine import Engine
 from control_plane.engine_status import EngineLimits, FleetStatus, GroupView, RequestIds
 from control_plane.generation import Cursor, Generation
@@ -18,7 +19,15 @@ from control_plane.live_request import LiveRequest, resumed_stream
 from control_plane.pause import PAUSE_REASONS, PauseMode
 from control_plane.routing import choose_group
 from control_plane.scheduling.request import Request
-from service_chassis.errors import DuplicateRequest, InvalidParameter, NotReady, UnknownRequest, WrongState
+from service_chassis.callers import ADMIN, Caller
+from service_chassis.errors import (
+    DuplicateRequest,
+    InvalidParameter,
+    NotReady,
+    PermissionDenied,
+    UnknownRequest,
+    WrongState,
+)
 from service_chassis.ids import RequestId
 
 log = structlog.get_logger(__name__)
@@ -59,6 +68,7 @@ class Fleet:
         self._started_at = self.now()
         self.ids = RequestIds()  # of all engines, those of before too
         self._places = {"0": _Place(reason=reason)}
+        self.share: CallerShare | None = None  # of each caller, where callers are told from each other
         self._closed_reason = ""  # said to every engine, those to come too
         self._pause: PauseMode | None = None  # likewise
         self._past_queries = self._past_hits = 0  # prefix cache lookups of engines that are gone
@@ -204,10 +214,29 @@ class Fleet:
             raise UnknownRequest(f"request_id={request_id!r}: is not running and did not end lately")
         raise self._not_ready()
 
-    def abort(self, request_id: RequestId) -> bool:
-        """End a request wherever it is; its id is free at once. False: it was not running."""
+    def abort(self, request_id: RequestId, *, by: Caller | None = None) -> bool:
+        """End a request wherever it is; its id is free at once. False: it was not running.
+
+        Raises:
+            PermissionDenied: it is not of the caller who wants this, and he is no administrator. None is the server.
+        """
+        if by is not None and not by.may(ADMIN) and self._client_of(request_id) not in (None, by.identity):
+            raise PermissionDenied(f"request_id={request_id!r}: is another caller's")
         self.ids.free(request_id)
         return any(engine.abort(request_id) for engine in self._engines())
+
+    def _client_of(self, request_id: RequestId) -> str | None:
+        """Return whose request it is, or was lately; None where nobody knows."""
+        for engine in self._engines():
+            if (client := engine.client_of(request_id)) is not None:
+                return client
+        ended = self.ids.record(request_id, self.now())
+        return None if ended is None else ended.generation.client_identity
+
+    def check_share(self, caller: Caller) -> None:
+        """Raise ``QueueFull`` where a caller has so much that another request is too many."""
+        if self.share is not None and caller.identity:
+            self.share.check(caller, sum((engine.held_by(caller.identity) for engine in self._engines()), Held()))
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that no row holds, in all groups; return the number of blocks."""

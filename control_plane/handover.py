@@ -15,7 +15,8 @@ from typing import Protocol
 
 from google.rpc import code_pb2
 
-from control_plane.generation import Chunk, Cursor, Done, Event, SampleFinished
+from control_plane.control_blob import ResumeRight
+from control_plane.generation import Chunk, Cursor, Done, Event, PromptLogprobs, SampleFinished
 from control_plane.live_request import LiveRequest
 from service_chassis.errors import GroupLost, ManipleError, ResumeLost, TakenOver, UnknownRequest
 from service_chassis.ids import RequestId
@@ -41,9 +42,9 @@ class ResumeAt(Protocol):
     """How another control plane is asked to go on with a request."""
 
     def __call__(
-        self, address: str, request_id: RequestId, token: bytes, cursors: Sequence[Cursor]
+        self, address: str, request_id: RequestId, right: ResumeRight, cursors: Sequence[Cursor]
     ) -> AsyncGenerator[Event, None]:
-        """Yield the events behind the cursors.
+        """Yield the events behind the cursors, in the name of whoever has the right to them.
 
         Raises:
             ManipleError: as the other one told it.
@@ -112,13 +113,13 @@ class NextOwner:
             if not address:
                 break
             try:
-                stream = self._resume_at(address, request_id, live.right.token, live.told())
+                stream = self._resume_at(address, request_id, live.right, live.told())
                 async with aclosing(stream) as events:
                     async for event in events:
                         heard_at, delay_s = self._clock(), _FIRST_DELAY_S
                         if isinstance(event, Done):
                             return None
-                        if isinstance(event, Chunk | SampleFinished):
+                        if isinstance(event, PromptLogprobs | Chunk | SampleFinished):
                             live.tell(event)
                 why, elsewhere = f"{address} ended the stream half-way", ""
             except (ConnectionError, TimeoutError) as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import structlog
 
+from control_plane.caller_share import Held
 from control_plane.engine_status import RequestIds
 from control_plane.live_request import LiveRequest
 from service_chassis.errors import ManipleError, TakenOver
@@ -22,6 +23,7 @@ class LiveRequests:
     def __init__(self, ids: RequestIds) -> None:
         """Begin empty; ``ids`` remembers who ended."""
         self._here: dict[RequestId, LiveRequest] = {}
+        self._of_caller: dict[str, dict[RequestId, LiveRequest]] = {}  # by identity; of callers who have one
         self._ids = ids
         self._detached: list[tuple[float, RequestId]] = []  # a heap: when a request without a stream is given up
         self._idle = asyncio.Event()
@@ -38,6 +40,11 @@ class LiveRequests:
         """Return a request, if it is here."""
         return self._here.get(request_id)
 
+    def held_by(self, identity: str) -> Held:
+        """Say how many requests one caller has here. O(those)."""
+        own = self._of_caller.get(identity, {}).values()
+        return Held(len(own), sum(live.started_at is None for live in own))
+
     @property
     def is_idle(self) -> bool:
         """Whether nobody is here."""
@@ -50,6 +57,8 @@ class LiveRequests:
     def enter(self, live: LiveRequest) -> None:
         """Let a request in, new or from elsewhere, read by somebody or not."""
         self._here[live.generation.request_id] = live
+        if identity := live.generation.client_identity:
+            self._of_caller.setdefault(identity, {})[live.generation.request_id] = live
         self._idle.clear()
         if live.stream is None and live.detached_until is not None:
             heapq.heappush(self._detached, (live.detached_until, live.generation.request_id))
@@ -57,6 +66,10 @@ class LiveRequests:
     def give_away(self, live: LiveRequest) -> None:
         """Let a request go that goes on elsewhere."""
         del self._here[live.generation.request_id]
+        if (own := self._of_caller.get(live.generation.client_identity)) is not None:
+            del own[live.generation.request_id]
+            if not own:
+                del self._of_caller[live.generation.client_identity]
         if not self._here:
             self._idle.set()
 

@@ -12,11 +12,14 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
+from service_chassis.auth import RELAYED_CALLER_KEY, RELAYED_KEY, current_caller
+from service_chassis.channels import Connection
 from service_chassis.telemetry import get_logger
+from service_chassis.tls import ClientTls
+from service_chassis.watched_files import WatchedFiles
 
 log = get_logger()
 
-RELAYED_KEY = "maniple-relayed"  # metadata of a call that was relayed
 _PASSED_ON = ("traceparent", "tracestate", "authorization")
 _DETAILS_KEY = "grpc-status-details-bin"
 
@@ -35,13 +38,18 @@ class KnowsOwner(Protocol):
 class OwnerChannels:
     """Connections to other control planes."""
 
-    def __init__(self, *, max_message_bytes: int) -> None:
+    def __init__(
+        self, *, max_message_bytes: int, tls: ClientTls | None = None, token: WatchedFiles[str] | None = None
+    ) -> None:
+        """Connect lazily; ``token`` is the bearer token of a control plane, where they know each other by one."""
         self._max_message_bytes = max_message_bytes
-        self._channels: dict[str, grpc.aio.Channel] = {}  # owner's address -> channel; there are few owners
+        self._tls = tls
+        self._token = token
+        self._connections: dict[str, Connection[grpc.aio.Channel]] = {}  # by owner's address; there are few owners
 
     def to(self, address: str) -> grpc.aio.Channel:
         """Return the connection to an address, a new one where there is none."""
-        if address not in self._channels:
+        if address not in self._connections:
             options = [
                 ("grpc.max_receive_message_length", self._max_message_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -50,13 +58,22 @@ class OwnerChannels:
                 ("grpc.keepalive_timeout_ms", 5_000),
                 ("grpc.http2.max_pings_without_data", 0),
             ]
-            self._channels[address] = grpc.aio.insecure_channel(address, options=options)
-        return self._channels[address]
+            self._connections[address] = Connection(address, options, self._tls, lambda channel: channel)
+        return self._connections[address].stub
+
+    def in_the_name_of(self, identity: str) -> list[tuple[str, str | bytes]]:
+        """Return the metadata of a call for somebody whom this control plane knows; nobody where it knows none."""
+        metadata: list[tuple[str, str | bytes]] = [(RELAYED_KEY, "1")]
+        if identity:
+            metadata.append((RELAYED_CALLER_KEY, identity.encode()))
+        if self._token is not None:
+            metadata.append(("authorization", f"Bearer {self._token.present()[0]}"))
+        return metadata
 
     async def close(self) -> None:
         """Close the connections."""
-        for channel in self._channels.values():
-            await channel.close()
+        for connection in self._connections.values():
+            await connection.close()
 
 
 class Relay(grpc.aio.ServerInterceptor):
@@ -78,12 +95,13 @@ class Relay(grpc.aio.ServerInterceptor):
             return handler
         if any(key == RELAYED_KEY for key, _ in handler_call_details.invocation_metadata or ()):
             return handler
-        channel = self._channels.to(address)
+        channels = self._channels
+        channel = channels.to(address)
         log.debug("call.relayed", method=method, owner_address=address)
 
         async def relay_unary(request: bytes, context: Context) -> bytes:
             ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
-            call = ask(request, metadata=_metadata(context), timeout=context.time_remaining())
+            call = ask(request, metadata=_metadata(context, channels), timeout=context.time_remaining())
             try:
                 return await call
             except grpc.aio.AioRpcError as error:
@@ -93,7 +111,7 @@ class Relay(grpc.aio.ServerInterceptor):
 
         async def relay_stream(request: bytes, context: Context) -> AsyncGenerator[bytes, None]:
             ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method)
-            call = ask(request, metadata=_metadata(context), timeout=context.time_remaining())
+            call = ask(request, metadata=_metadata(context, channels), timeout=context.time_remaining())
             try:
                 # It says that the request is in a delta, from when on no proxy may send it again.
                 await call.initial_metadata()
@@ -111,9 +129,11 @@ class Relay(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(relay_unary)
 
 
-def _metadata(context: Context) -> list[tuple[str, str | bytes]]:
+def _metadata(context: Context, channels: OwnerChannels) -> list[tuple[str, str | bytes]]:
     passed = [(key, value) for key, value in context.invocation_metadata() or () if key in _PASSED_ON]
-    return [*passed, (RELAYED_KEY, "1")]
+    if any(key == "authorization" for key, _ in passed):
+        return [*passed, (RELAYED_KEY, "1")]  # who calls says so himself
+    return [*passed, *channels.in_the_name_of(current_caller().identity)]
 
 
 async def _end_as(error: grpc.aio.AioRpcError, context: Context) -> NoReturn:

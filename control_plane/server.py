@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-import grpc
 from grpc_health.v1 import health_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from control_plane import exit_codes
 from control_plane.announcement import Announcement, Lost, Ready, StageProgress, Stopping
 from control_plane.assembly import build_engine, build_group
+from control_plane.caller_share import CallerShare
 from control_plane.config import ControlPlaneConfig
 from control_plane.delta_recorder import DeltaRecorder
 from control_plane.doors import admin, health, inference, vllm_engine
@@ -36,9 +34,12 @@ from control_plane.group.settings import GroupFacts
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.group_keeper import GroupKeeper, OnGroupLoss, Prepare
 from control_plane.handover import HandoverSettings
+from control_plane.listeners import Listeners
 from control_plane.model_split import check_split
 from control_plane.model_store import ModelPlace, resolve_model
 from control_plane.relay import OwnerChannels, Relay
+from control_plane.security import Security, load_security
+from control_plane.security_rules import knows_callers
 from control_plane.stop_signals import StopSignals
 from control_plane.text.model_text import load_model_text
 from control_plane.text_on_workers import TextOnWorkers
@@ -46,7 +47,6 @@ from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from service_chassis.ids import Rank
 from service_chassis.reflection import add_reflection
-from service_chassis.server import bind, make_server
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
@@ -72,11 +72,15 @@ async def serve(config: ControlPlaneConfig, *, announce: Announce) -> int:
         ConfigurationError: the address, the model or what was asked of it cannot be served.
     """
     fleet = Fleet("starting")
-    channels = OwnerChannels(max_message_bytes=config.max_message_bytes)
-    relay = Relay(fleet, RELAYED_SERVICES, channels)
-    server = make_server(config.max_message_bytes, interceptors=[relay])
-    address = bind(server, config.listen)
-    control_plane = ControlPlane(config, server, address, fleet, announce, Elsewhere(channels.to))
+    security = load_security(config)
+    if knows_callers(config):
+        max_waiting = config.max_waiting_per_caller or max(config.max_num_waiting // 2, 1)
+        fleet.share = CallerShare(max_requests=config.max_requests_per_caller, max_waiting=max_waiting)
+    channels = OwnerChannels(
+        max_message_bytes=config.max_message_bytes, tls=security.relay_tls, token=security.relay_token
+    )
+    listeners = Listeners(config, security, [Relay(fleet, RELAYED_SERVICES, channels)])
+    control_plane = ControlPlane(config, security, listeners, fleet, announce, Elsewhere(channels))
     with StopSignals() as signals:
         try:
             return await control_plane.run(signals)
@@ -95,15 +99,16 @@ class ControlPlane:
     def __init__(
         self,
         config: ControlPlaneConfig,
-        server: grpc.aio.Server,
-        address: str,
+        security: Security,
+        listeners: Listeners,
         fleet: Fleet,
         announce: Announce,
         elsewhere: Elsewhere,
     ) -> None:
         self._config = config
-        self._server = server
-        self._address = address
+        self._worker_tls = security.worker_tls
+        self._listeners = listeners
+        self._address = listeners.address
         self._announce = announce
         self._elsewhere = elsewhere
         self._started_at = time.monotonic()
@@ -160,12 +165,9 @@ class ControlPlane:
         for keeper in self._keepers:
             self._fleet.leave("shutting down", keeper.name)
         await asyncio.gather(*(keeper.end("the control plane shuts down") for keeper in self._keepers))
-        await self._server.stop(_FAREWELL_S)
+        await self._listeners.stop(_FAREWELL_S)
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
-        if self._config.listen.startswith("unix:"):
-            with suppress(FileNotFoundError):
-                os.unlink(self._config.listen.removeprefix("unix:"))
 
     # Starting
 
@@ -180,21 +182,27 @@ class ControlPlane:
         self._announce(StageProgress(what, Rank(0), share, detail))
 
     async def _open_doors(self, served: ServedModel) -> None:
-        config, fleet = self._config, self._fleet
+        config, fleet, doors, listeners = self._config, self._fleet, self._listeners.doors, self._listeners
         release = version("maniple")
         new_seed = draw_seed if config.seed is None else partial(random.Random(config.seed).getrandbits, 64)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            inference.InferenceDoor(fleet, served, new_seed=new_seed), self._server
+            inference.InferenceDoor(fleet, served, new_seed=new_seed), doors
         )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
-            vllm_engine.VllmEngineDoor(fleet, served, version=release, new_seed=new_seed), self._server
+            vllm_engine.VllmEngineDoor(fleet, served, version=release, new_seed=new_seed), doors
         )
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            admin.AdminDoor(fleet, served, version=release, drain=fleet.drain, uptime_s=self._uptime_s), self._server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(health.HealthDoor(fleet, SERVICES), self._server)
-        add_reflection(self._server, SERVICES)
-        await self._server.start()
+        admin_door = admin.AdminDoor(fleet, served, version=release, drain=fleet.drain, uptime_s=self._uptime_s)
+        told = health.HealthDoor(fleet, SERVICES)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_door, doors)  # says where it is, if it is elsewhere
+        health_pb2_grpc.add_HealthServicer_to_server(told, doors)
+        add_reflection(doors, SERVICES)
+        if listeners.admin is not None:
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_door, listeners.admin)
+            health_pb2_grpc.add_HealthServicer_to_server(told, listeners.admin)
+            add_reflection(listeners.admin, (admin.SERVICE, health.SERVICE))
+        if listeners.probe is not None:
+            health_pb2_grpc.add_HealthServicer_to_server(told, listeners.probe)
+        await listeners.start()
         log.info("server.started", address=self._address)
 
     async def _start_keeping(self, place: ModelPlace, served: ServedModel) -> None:
@@ -240,7 +248,9 @@ class ControlPlane:
 
         def make_group() -> WorkerGroup:
             address = config.advertise_address or self._address
-            made = build_group(config, place.path, address, group=index, recorder=self._recorder)
+            made = build_group(
+                config, place.path, address, group=index, recorder=self._recorder, worker_tls=self._worker_tls
+            )
             made.allowance = self._allowance
             return made
 

@@ -39,7 +39,7 @@ def current_caller() -> Caller:
     return _caller.get()
 
 
-def certificate_names(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+def certificate_names(auth_context: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names in the certificate that a client showed: its alternative names, then its common name."""
     found = [
         *auth_context.get("x509_subject_alternative_name", ()),
@@ -89,6 +89,7 @@ class AccessPolicy:
     authentication: Authentication = field(default_factory=Authentication)
     anonymous_scopes: frozenset[str] = frozenset()  # of callers who show nothing, where nobody could show anything
     closed: str = ""  # why an anonymous caller is refused the rest, and what to do about it
+    not_here: Mapping[str, str] = field(default_factory=dict)  # service -> where it is served instead
 
     def scope_of(self, method: str) -> str:
         """Return what a method needs. Raises ``PermissionDenied`` where nobody said."""
@@ -105,6 +106,8 @@ class AccessPolicy:
             PermissionDenied: he may not.
         """
         scope = self.scope_of(method)
+        if (elsewhere := self.not_here.get(method.split("/")[1])) is not None:
+            raise PermissionDenied(f"{method} {elsewhere}")
         if caller is None and self.authentication.is_configured and scope != PUBLIC:
             raise Unauthenticated("a bearer token, or a certificate that is listed, is needed")
         if caller is None:
@@ -135,7 +138,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         authentication = self._policy.authentication
         try:
             token = bearer_token(metadata)
-            known = None if token is None else authentication.of_token(token)
+            known = None if token is None else caller_behind_relay(authentication.of_token(token), metadata, token=True)
             if known is not None or not authentication.certificates:
                 caller = self._policy.check(method, known)
                 return _checked(handler, lambda context: caller)
@@ -163,20 +166,21 @@ def bearer_token(metadata: Metadata) -> str | None:
     return token.strip()
 
 
-def caller_behind_relay(relay: Caller | None, metadata: Metadata) -> Caller | None:
-    """Return for whom another control plane passes a call on that it authenticated by a certificate.
+def caller_behind_relay(relay: Caller | None, metadata: Metadata, *, token: bool = False) -> Caller | None:
+    """Return for whom another control plane passes a call on.
 
-    Only who has the scope may speak for others; and a call passed on by somebody else must not count as his own, or
-    all clients behind him could resume and abort each other's requests.
+    Only who has the scope may speak for others. A call that came with a client's own ``token`` is that client's; one
+    that is passed on by a certificate without the scope must not count as its own, or all clients behind it could
+    resume and abort each other's requests.
     """
     passed_on = dict(metadata)
-    if RELAYED_KEY not in passed_on or relay is None:
+    if RELAYED_KEY not in passed_on or relay is None or (token and not relay.may(RELAY)):
         return relay
     if not relay.may(RELAY):
         raise PermissionDenied(f"{relay.identity!r} passes a call on, which needs the scope {RELAY}")
     identity = passed_on.get(RELAYED_CALLER_KEY, b"")
     if not isinstance(identity, bytes) or not identity:
-        return None
+        return None  # the other one did not know who calls
     return Caller(identity=identity.decode("utf-8", "replace"), scopes=frozenset({INFERENCE}))
 
 
@@ -219,3 +223,24 @@ def _of_kind(
         request_deserializer=handler.request_deserializer if parsed else None,
         response_serializer=handler.response_serializer,
     )
+
+
+class PeerNamesInterceptor(grpc.aio.ServerInterceptor):
+    """Serves only clients with one of these names in their certificate, whatever they call."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the handler behind a check."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else _checked(handler, self._caller_of)
+
+    def _caller_of(self, context: Context) -> Caller:
+        names = certificate_names(context.auth_context())
+        if self._names.isdisjoint(names):
+            shown = ", ".join(names) or "none"
+            raise PermissionDenied(f"the names in the certificate, {shown}, are not in --tls-client-names")
+        return Caller(identity=CERTIFICATE_PREFIX + ",".join(sorted(names)), scopes=frozenset())

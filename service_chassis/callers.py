@@ -27,6 +27,10 @@ from typing import Any
 INFERENCE, STATUS, ADMIN, RELAY = "inference", "status", "admin", "relay"
 SCOPES = (INFERENCE, STATUS, ADMIN, RELAY)
 
+# Of tokens that an identity provider signs. Public keys alone: with a shared secret whoever checks tokens could make
+# them. "none" is no algorithm at all.
+JWT_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+
 MAX_IDENTITY_CHARS = 256
 # Before what others name: a subject of the identity provider is never taken for somebody in the file.
 JWT_PREFIX, CERTIFICATE_PREFIX = "jwt:", "certificate:"

@@ -69,4 +69,6 @@ def flag_words(flag: str, value: object) -> list[str]:
     """Return the words that give ``value`` to ``flag`` on a command line."""
     if isinstance(value, bool):
         return [flag if value else "--no-" + flag.removeprefix("--")]
+    if isinstance(value, tuple):
+        return [flag, ",".join(map(str, value))]
     return [flag, str(value)]

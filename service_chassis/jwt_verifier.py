@@ -13,11 +13,9 @@ from typing import Any
 
 import jwt
 
-from service_chassis.callers import JWT_PREFIX, SCOPES, Caller, TokenRefused, is_identity
+from service_chassis.callers import JWT_ALGORITHMS, JWT_PREFIX, SCOPES, Caller, TokenRefused, is_identity
 from service_chassis.watched_files import WatchedFiles
 
-# Public keys alone: with a shared secret whoever checks tokens could make them. "none" is no algorithm at all.
-ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 # Clocks of different machines differ.
 LEEWAY_S = 30
 
@@ -49,7 +47,7 @@ class JwtVerifier:
 
     def __init__(self, path: str, rules: JwtRules) -> None:
         """Read the keys. Raises ``OSError`` or ``ValueError`` as ``read_keys`` does."""
-        assert set(rules.algorithms) <= set(ALGORITHMS), "shared secrets and none are never accepted"
+        assert set(rules.algorithms) <= set(JWT_ALGORITHMS), "shared secrets and none are never accepted"
         self._rules = rules
         self._watched = WatchedFiles((path,), lambda: read_keys(path), what="keys of JWT")
 

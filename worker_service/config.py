@@ -15,6 +15,7 @@ from typing import ClassVar, cast
 from service_chassis.errors import ConfigurationError
 from service_chassis.flags import add_flags, flag_texts, flag_words
 from service_chassis.protocol.broadcast_ring import ReaderFds
+from service_chassis.server_address import is_private
 from service_chassis.settings import (
     Fault,
     at_least,
@@ -26,12 +27,17 @@ from service_chassis.settings import (
     read_switch,
     read_text,
     read_whole,
+    read_words,
     setting,
     settings_of,
 )
 from service_chassis.telemetry import LOG_FORMATS, LOG_LEVELS, LogFormat
+from service_chassis.tls import TlsFiles
 
 _ADDRESSES, _RANKS, _DEVICE, _OWNER, _LOGGING = "addresses", "ranks", "device", "owner", "logging"
+_SECURITY = "security"
+# The configuration's names of the places in TlsFiles.
+TLS_FIELDS = {"certificate": "tls_certificate", "key": "tls_key", "ca": "tls_client_ca"}
 _MOST_RANKS = 1024
 _LAST_PORT = 65535
 
@@ -78,6 +84,24 @@ class WorkerConfig:
     )
     """Where RankHealthService answers, on a server and threads of its own. Default: the host of --listen, its port plus
     the number of ranks here; a Unix socket's path with -health behind it."""
+    probe_listen: str = setting(
+        "", topic=_ADDRESSES, read=read_text, rule=lambda v: _address_rule(v) if v else "", metavar="ADDRESS"
+    )
+    """Where grpc.health.v1 answers in plaintext, for probes that speak no TLS: SERVING or not, and nothing else.
+    Each rank here has the next port. Default: nowhere."""
+    tls_certificate: str = setting("", topic=_SECURITY, read=read_text, metavar="FILE")
+    """This worker's certificate with its chain, PEM. With it both servers speak TLS only; a file that is replaced is
+    taken for new connections, without ending those that are open."""
+    tls_key: str = setting("", topic=_SECURITY, read=read_text, metavar="FILE")
+    """The certificate's private key, PEM, unencrypted."""
+    tls_client_ca: str = setting("", topic=_SECURITY, read=read_text, metavar="FILE")
+    """Authorities, PEM, one of which must have signed the certificate of whoever connects."""
+    tls_client_names: tuple[str, ...] = setting((), topic=_SECURITY, read=read_words, metavar="NAMES")
+    """Names, by commas, of which one must be in the certificate of whoever connects, as a DNS name, URI or common name.
+    Default: every certificate of --tls-client-ca commands this worker, so that authority must sign nobody else."""
+    allow_plaintext_listen: bool = setting(False, topic=_SECURITY, read=read_switch)
+    """Listen in plaintext and without authentication where others can connect. Only on a network that encrypts and
+    admits nobody else: whoever reaches the port sees prompts and commands the worker."""
     rank: int = setting(0, topic=_RANKS, read=read_whole, rule=at_least(0, at_most=_MOST_RANKS - 1))
     """Place in the group; under a supervisor of several ranks, of its first. A Join that means another is refused."""
     world_size: int = setting(1, topic=_RANKS, read=read_whole, rule=at_least(1, at_most=_MOST_RANKS), metavar="RANKS")
@@ -142,6 +166,11 @@ class WorkerConfig:
     log_format: str = setting("auto", topic=_LOGGING, read=read_text, rule=one_of(*LOG_FORMATS))
     """auto, json or console; auto is colours on a terminal and JSON on a pipe."""
 
+    @property
+    def tls_files(self) -> TlsFiles:
+        """Of both servers."""
+        return TlsFiles(certificate=self.tls_certificate, key=self.tls_key, ca=self.tls_client_ca)
+
     def logging(self) -> tuple[str, LogFormat]:
         """Return what ``configure_logging`` takes."""
         return self.log_level, cast(LogFormat, self.log_format)
@@ -153,8 +182,9 @@ from it.
 
 Examples:
   maniple worker
-  maniple worker --listen 0.0.0.0:50061 --tensor-parallel-size 2
-  maniple worker --listen 10.0.0.2:50061 --tensor-parallel-size 4 --rank 4 --world-size 8
+  maniple worker --tensor-parallel-size 2 --listen 0.0.0.0:50061 \\
+      --tls-certificate worker.crt --tls-key worker.key --tls-client-ca ca.crt
+  maniple worker --listen 10.0.0.2:50061 --tensor-parallel-size 4 --rank 4 --world-size 8 --allow-plaintext-listen
   MANIPLE_WORKER_ORPHAN_GRACE_S=0 maniple worker --listen unix:/run/rank0.sock
 
 Then, where clients connect: maniple control-plane --worker-addresses ADDRESS
@@ -208,6 +238,7 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
         rule = "must be 1 under torchrun, which starts a process for every rank itself"
         faults.append(("tensor_parallel_size", config.tensor_parallel_size, rule))
     listen, health_listen = config.listen, config.health_listen
+    faults += _tls_faults(config)
     if _address_rule(listen):
         return config
     if num_here > 1 and (listen.startswith("unix:") or listen.endswith(":0")):
@@ -217,11 +248,48 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
         faults.append(("health_listen", health_listen, "must differ from --listen"))
     elif not _address_rule(config.health_listen or listen):
         faults += _port_faults(listen, config.health_listen, num_here)
+    if config.probe_listen and not _address_rule(config.probe_listen):
+        faults += _probe_faults(config.probe_listen, (listen, health_listen), num_here)
+    if not config.tls_certificate and not config.allow_plaintext_listen:
+        # The default of the second has the host of the first: one fault is enough.
+        open_ones = {"listen": listen, "health_listen": config.health_listen or "unix:"}
+        faults += [(name, each, _OPEN_RULE) for name, each in open_ones.items() if not is_private(each)]
     return dataclasses.replace(
         config,
         listen=next_address(listen, launched.index),
         health_listen=next_address(health_listen, launched.index),
+        probe_listen=next_address(config.probe_listen, launched.index),
     )
+
+
+_OPEN_RULE = (
+    "can be reached by others, who would see prompts and command the worker: needs --tls-certificate, --tls-key and "
+    "--tls-client-ca, or --allow-plaintext-listen on a network that encrypts and admits nobody else"
+)
+
+
+def _tls_faults(config: WorkerConfig) -> list[Fault]:
+    """Ask for all of the three files or none."""
+    given = {name: getattr(config, name) for name in TLS_FIELDS.values()}
+    if not any(given.values()):
+        rule = "needs --tls-certificate, --tls-key and --tls-client-ca"
+        return [("tls_client_names", config.tls_client_names, rule)] if config.tls_client_names else []
+    rule = "must be given, too: a worker shows a certificate and asks for one"
+    return [(name, value, rule) for name, value in given.items() if not value]
+
+
+def _probe_faults(probe_listen: str, others: Sequence[str], num_here: int) -> list[Fault]:
+    """Find a port for probes that does not exist, or that another server takes."""
+    port = _port(probe_listen)
+    if num_here > 1 and port == 0:
+        return [("probe_listen", probe_listen, "must be HOST:PORT with a port that is not 0, for several ranks")]
+    if port > _LAST_PORT - num_here + 1:
+        return [("probe_listen", probe_listen, f"must have a port up to {_LAST_PORT - num_here + 1}")]
+    for other in others:
+        same = other == probe_listen if port == 0 else _port(other) and abs(_port(other) - port) < num_here
+        if same and not probe_listen.endswith(":0"):
+            return [("probe_listen", probe_listen, f"must be {num_here} ports or more from {other}")]
+    return []
 
 
 def _port_faults(listen: str, health_listen: str, num_here: int) -> list[Fault]:

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import grpc
 
 from maniple.v1 import rank_health_pb2, rank_health_pb2_grpc
+from service_chassis.auth import certificate_names
 from service_chassis.server import bind, server_options
+from service_chassis.tls import ServerTls
 
 _MAX_WATCHERS = 16  # a thread each; a control plane needs one, a spare and people with a terminal the others
 
@@ -122,14 +124,19 @@ class Vitals:
 
 
 class _Watch(rank_health_pb2_grpc.RankHealthServiceServicer):
-    def __init__(self, vitals: Vitals, report_interval_s: float, idle_report_interval_s: float) -> None:
+    def __init__(
+        self, vitals: Vitals, report_interval_s: float, idle_report_interval_s: float, client_names: frozenset[str]
+    ) -> None:
         self._vitals = vitals
+        self._client_names = client_names
         self._report_interval_s = report_interval_s
         self._idle_report_interval_s = idle_report_interval_s
 
     def Watch(
         self, request: rank_health_pb2.WatchRequest, context: grpc.ServicerContext
     ) -> Iterator[rank_health_pb2.WatchResponse]:
+        if self._client_names and self._client_names.isdisjoint(certificate_names(context.auth_context())):
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "the certificate's names are not in --tls-client-names")
         idle_s = request.idle_interval_ms / 1000 if request.idle_interval_ms else self._idle_report_interval_s
         wake = threading.Event()
         context.add_callback(wake.set)
@@ -160,15 +167,25 @@ class _Watch(rank_health_pb2_grpc.RankHealthServiceServicer):
 class HealthServer:
     """RankHealthService on a connection and threads of its own, never behind a step or the event loop."""
 
-    def __init__(self, vitals: Vitals, *, report_interval_s: float, idle_report_interval_s: float) -> None:
+    def __init__(
+        self,
+        vitals: Vitals,
+        *,
+        report_interval_s: float,
+        idle_report_interval_s: float,
+        tls: ServerTls | None = None,
+        client_names: frozenset[str] = frozenset(),
+    ) -> None:
+        """Prepare; with ``client_names`` one of them must be in a client's certificate."""
+        self._tls = tls
         pool = ThreadPoolExecutor(_MAX_WATCHERS, thread_name_prefix="rank-health")
         self._server = grpc.server(pool, options=server_options(max_message_bytes=1 << 20))
-        servicer = _Watch(vitals, report_interval_s, idle_report_interval_s)
+        servicer = _Watch(vitals, report_interval_s, idle_report_interval_s, client_names)
         rank_health_pb2_grpc.add_RankHealthServiceServicer_to_server(servicer, self._server)
 
     def start(self, address: str) -> str:
         """Bind and serve; return the address with its port. Raises ``ConfigurationError``."""
-        bound = bind(self._server, address, "health_listen")
+        bound = bind(self._server, address, "health_listen", tls=self._tls)
         self._server.start()
         return bound
 

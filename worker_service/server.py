@@ -13,10 +13,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from service_chassis.auth import PeerNamesInterceptor
 from service_chassis.server import bind, make_server
 from service_chassis.telemetry import get_logger
-from worker_service.config import WorkerConfig
+from service_chassis.tls import server_tls
+from worker_service.config import TLS_FIELDS, WorkerConfig
 from worker_service.heartbeat import HealthServer
+from worker_service.probe import ProbeServer
 from worker_service.rank import Rank
 from worker_service.servicer import worker_service_handler
 
@@ -80,17 +83,26 @@ async def run_worker(config: WorkerConfig) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent, which ends us in order
 
     rank = Rank(config, request_exit=go)
-    server = make_server(config.max_step_message_bytes)
+    tls = server_tls(config.tls_files, TLS_FIELDS)
+    client_names = frozenset(config.tls_client_names)
+    server = make_server(
+        config.max_step_message_bytes, interceptors=[PeerNamesInterceptor(client_names)] if client_names else []
+    )
     health = HealthServer(
         rank.vitals,
         report_interval_s=config.report_interval_s,
         idle_report_interval_s=config.idle_report_interval_s,
+        tls=tls,
+        client_names=client_names,
     )
+    probe = ProbeServer(rank.vitals) if config.probe_listen else None
     await rank.start()
     server.add_generic_rpc_handlers((worker_service_handler(rank),))
-    address = bind(server, config.listen)
+    address = bind(server, config.listen, tls=tls)
     rank.health_address = advertised(health.start(config.health_listen), beside=address)
     await server.start()
+    if probe is not None:
+        get_logger().info("probe.listening", address=probe.start(config.probe_listen))
     if config.announce_fd is not None:
         facts = {"address": address, "health_address": rank.health_address, "pid": os.getpid()}
         with os.fdopen(config.announce_fd, "w") as pipe:
@@ -101,6 +113,8 @@ async def run_worker(config: WorkerConfig) -> int:
     await server.stop(0)
     await rank.close()
     health.stop()
+    if probe is not None:
+        probe.stop()
     return 0
 
 

@@ -34,6 +34,7 @@ def rank_config(config: WorkerConfig, index: int) -> WorkerConfig:
         rank=config.rank + index,
         listen=next_address(config.listen, index),
         health_listen=next_address(config.health_listen, index),
+        probe_listen=next_address(config.probe_listen, index),
     )
 
 

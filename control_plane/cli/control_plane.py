@@ -19,8 +19,9 @@ EPILOG = """\
 Every flag has an environment variable, named in brackets; a flag wins over it.
 
 Examples:
-  maniple control-plane --worker-addresses gpu-0:50061,gpu-1:50061 --model /models/my-model
-  maniple control-plane --worker-addresses dns:///workers.default.svc:50061 --tensor-parallel-size 4
+  maniple control-plane --worker-addresses gpu-0:50061,gpu-1:50061 --model /models/my-model \\
+      --rank-tls-ca ca.crt --rank-tls-certificate plane.crt --rank-tls-key plane.key
+  maniple control-plane --worker-addresses dns:///workers.default.svc:50061 --allow-plaintext-workers
   maniple control-plane --worker-addresses unix:/run/rank0.sock,unix:/run/rank1.sock --model scripted
 
 It starts no worker and kills none: that is for whoever runs `maniple worker`.

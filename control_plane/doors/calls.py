@@ -11,6 +11,7 @@ import grpc
 from control_plane.doors.converters import CallFacts
 from control_plane.generation import Event, Generation, Started
 from control_plane.generation_stream import GenerationStream
+from service_chassis.auth import current_caller
 
 if TYPE_CHECKING:
     from control_plane.fleet import Fleet
@@ -27,20 +28,15 @@ def call_facts(context: Context, fleet: Fleet, *, client_resumes: bool = False) 
             traceparent = value if isinstance(value, str) else value.decode("ascii", "replace")
     return CallFacts(
         deadline=None if remaining is None else fleet.now() + remaining,
-        client_identity=caller_identity(context),
+        client_identity=current_caller().identity,
         traceparent=traceparent,
         client_resumes=client_resumes,
     )
 
 
-def caller_identity(context: Context) -> str:
-    """Return whom the transport authenticated, or nothing. Not the peer's address: the next connection has another."""
-    identities = context.peer_identities() or ()
-    return ",".join(sorted(identity.decode("utf-8", "replace") for identity in identities))
-
-
 async def events(fleet: Fleet, generation: Generation, context: Context) -> AsyncGenerator[Event, None]:
     """Admit a generation and yield its events; it is cancelled when this is closed early."""
+    fleet.check_share(current_caller())
     async with aclosing(stream_events(await fleet.generate(generation), context)) as all_events:
         async for event in all_events:
             yield event

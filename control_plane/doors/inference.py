@@ -14,6 +14,7 @@ from control_plane.doors.served_model import ServedModel
 from control_plane.generation import Chunk, Done, Event, Generation, SampleFinished, Started
 from maniple.v1 import inference_pb2, inference_pb2_grpc
 from maniple.v1.inference_pb2 import GenerateResponse
+from service_chassis.auth import current_caller
 from service_chassis.errors import InvalidParameter
 from service_chassis.ids import RequestId
 from service_chassis.interceptors import as_maniple_error
@@ -53,7 +54,7 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ResumeRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
         request_id, token, cursors = converters.to_cursors(request)
-        stream = await self._fleet.resume(request_id, token, caller_identity(context), cursors)
+        stream = await self._fleet.resume(request_id, token, current_caller().identity, cursors)
         async with aclosing(_responses(stream_events(stream, context), stream.generation, "Resume")) as responses:
             async for response in responses:
                 yield inference_pb2.ResumeResponse(response=response)
@@ -61,7 +62,7 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         if not request.request_id:
             raise InvalidParameter("request_id", request.request_id, "must not be empty")
-        was_running = self._fleet.abort(RequestId(request.request_id))
+        was_running = self._fleet.abort(RequestId(request.request_id), by=current_caller())
         return inference_pb2.AbortResponse(was_running=was_running)
 
     async def Tokenize(

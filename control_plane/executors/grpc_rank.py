@@ -11,7 +11,9 @@ from google.protobuf.message import Message
 
 from control_plane.executors.rpc_errors import error_of_call
 from maniple.v1 import rank_health_pb2, rank_health_pb2_grpc, worker_pb2, worker_pb2_grpc
+from service_chassis.channels import Connection
 from service_chassis.ids import Rank
+from service_chassis.tls import ClientTls
 
 _METHODS = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods
 _UNARY_METHODS = frozenset(
@@ -58,20 +60,20 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
 class GrpcRank:
     """One rank at an address. Made inside the event loop that uses it."""
 
-    def __init__(self, rank: Rank, target: str, health_target: str, *, max_message_bytes: int) -> None:
+    def __init__(
+        self, rank: Rank, target: str, health_target: str, *, max_message_bytes: int, tls: ClientTls | None = None
+    ) -> None:
         self.rank = rank
         self.target = target
         options = channel_options(max_message_bytes)
-        self._channel = grpc.aio.insecure_channel(target, options=options)
-        self._health_channel = grpc.aio.insecure_channel(health_target, options=options)
-        self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
-        self._health = rank_health_pb2_grpc.RankHealthServiceStub(self._health_channel)
+        self._worker = Connection(target, options, tls, worker_pb2_grpc.WorkerServiceStub)
+        self._health = Connection(health_target, options, tls, rank_health_pb2_grpc.RankHealthServiceStub)
 
     async def call(self, method: str, request: Message, *, timeout_s: float, wait_for_ready: bool = False) -> Message:
         """Call a unary method; raises as ``Executor.call``."""
         check_unary(method)
         try:
-            reply = await getattr(self._worker, method)(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            reply = await getattr(self._worker.stub, method)(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
         except grpc.aio.AioRpcError as error:
             raise error_of_call(error) from None
         return cast("Message", reply)
@@ -79,7 +81,7 @@ class GrpcRank:
     async def stream(self, method: str, request: Message, *, timeout_s: float) -> AsyncIterator[Message]:
         """Call a method that answers in parts; raises as ``Executor.stream``."""
         check_parts(method)
-        call = getattr(self._worker, method)(request, timeout=timeout_s)
+        call = getattr(self._worker.stub, method)(request, timeout=timeout_s)
         try:
             async for part in call:
                 yield part
@@ -90,12 +92,12 @@ class GrpcRank:
 
     async def open_steps(self) -> GrpcStepsConnection:
         """Open a Steps stream. The connection itself is made by the first write."""
-        return GrpcStepsConnection(self._worker.Steps())
+        return GrpcStepsConnection(self._worker.stub.Steps())
 
     async def watch_health(self, epoch: int, idle_interval_s: float) -> AsyncIterator[rank_health_pb2.RankReport]:
         """Yield reports until the connection breaks."""
         request = rank_health_pb2.WatchRequest(epoch=epoch, idle_interval_ms=int(idle_interval_s * 1000))
-        call = self._health.Watch(request)
+        call = self._health.stub.Watch(request)
         try:
             async for response in call:
                 yield response.report
@@ -107,7 +109,7 @@ class GrpcRank:
 
     async def close(self) -> None:
         """Close both connections at once."""
-        await asyncio.gather(self._channel.close(None), self._health_channel.close(None))
+        await asyncio.gather(self._worker.close(), self._health.close())
 
 
 class GrpcStepsConnection:

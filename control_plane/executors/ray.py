@@ -21,6 +21,7 @@ from maniple.v1 import rank_health_pb2, worker_pb2
 from service_chassis.errors import clip
 from service_chassis.ids import Rank
 from service_chassis.telemetry import get_logger
+from service_chassis.tls import ClientTls
 
 log = get_logger()
 
@@ -45,6 +46,7 @@ class RayExecutor(Executor):
         world_size: int,
         settings: WorkerSettings,
         address: str = "auto",
+        tls: ClientTls | None = None,
         orphan_grace_s: float = 60.0,
         linger_s: float = 10.0,
     ) -> None:
@@ -55,6 +57,7 @@ class RayExecutor(Executor):
             world_size: ranks.
             settings: of every rank that is started.
             address: of the cluster.
+            tls: how ranks are reached; they get theirs from MANIPLE_WORKER_TLS_* of their node.
             orphan_grace_s: how long ranks wait for the next control plane.
             linger_s: how long the place of a rank that ended is kept for another.
         """
@@ -62,6 +65,7 @@ class RayExecutor(Executor):
         self.allow_insecure_serialization = settings.allow_insecure_serialization
         self._name = name
         self._settings = settings
+        self._tls = tls
         self._address = address
         self._terms = {"orphan_grace_s": orphan_grace_s, "linger_s": linger_s}
         self._exits = ExitBoard()
@@ -105,7 +109,8 @@ class RayExecutor(Executor):
             except Exception as error:  # what an actor raised comes as a class made for it
                 raise RankCallError(rank, "start", _actor_failure(error), error=error) from error
             limit = self._settings.max_step_message_bytes
-            reached = GrpcRank(rank, target, beside(target, health_address), max_message_bytes=limit)
+            health_target = beside(target, health_address)
+            reached = GrpcRank(rank, target, health_target, max_message_bytes=limit, tls=self._tls)
             try:
                 await reached.call("Describe", worker_pb2.DescribeRequest(), timeout_s=_ANSWER_S)
             except (ConnectionError, TimeoutError) as error:

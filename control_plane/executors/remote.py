@@ -21,6 +21,7 @@ from maniple.v1 import rank_health_pb2, worker_pb2
 from service_chassis.errors import ManipleError
 from service_chassis.ids import Rank
 from service_chassis.telemetry import get_logger
+from service_chassis.tls import ClientTls
 
 log = get_logger()
 
@@ -44,11 +45,14 @@ class RemoteExecutor(Executor):
 
     outlives_owner = True
 
-    def __init__(self, addresses: Sequence[str], *, world_size: int, settings: WorkerSettings) -> None:
+    def __init__(
+        self, addresses: Sequence[str], *, world_size: int, settings: WorkerSettings, tls: ClientTls | None = None
+    ) -> None:
         self.world_size = world_size
         self.allow_insecure_serialization = settings.allow_insecure_serialization
         self._addresses = tuple(addresses)
         self._settings = settings
+        self._tls = tls
         self._exits = ExitBoard()
         self._reached: dict[Rank, GrpcRank] = {}
         self._health_targets: dict[Rank, str] = {}
@@ -94,7 +98,8 @@ class RemoteExecutor(Executor):
         return found, silent
 
     async def _ask(self, target: str, timeout_s: float) -> _Found | str:
-        asked = GrpcRank(Rank(0), target, target, max_message_bytes=self._settings.max_step_message_bytes)
+        limit = self._settings.max_step_message_bytes
+        asked = GrpcRank(Rank(0), target, target, max_message_bytes=limit, tls=self._tls)
         request = worker_pb2.DescribeRequest()
         try:
             reply = await asked.call("Describe", request, timeout_s=timeout_s, wait_for_ready=True)
@@ -130,7 +135,7 @@ class RemoteExecutor(Executor):
         limit = self._settings.max_step_message_bytes
         for rank, one in sorted(by_rank.items()):
             health_target = beside(one.target, one.description.health_address)
-            self._reached[rank] = GrpcRank(rank, one.target, health_target, max_message_bytes=limit)
+            self._reached[rank] = GrpcRank(rank, one.target, health_target, max_message_bytes=limit, tls=self._tls)
             self._health_targets[rank] = health_target
             self._pids[rank] = one.description.pid
             log.info("rank.found", rank=rank, address=one.target, health_address=health_target)

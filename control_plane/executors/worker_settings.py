@@ -20,6 +20,7 @@ class WorkerSettings:
     idle_report_interval_s: float = 1.0
     max_step_message_bytes: int = 64 << 20
     allow_insecure_serialization: bool = False
+    allow_plaintext_listen: bool = False
     log_level: str = "info"
     log_format: str = "auto"
 
@@ -41,6 +42,8 @@ class WorkerSettings:
             "orphan-grace-s": orphan_grace_s,
             "max-step-message-bytes": self.max_step_message_bytes,
             "allow-insecure-serialization": self.allow_insecure_serialization,
+            # Only where it is said: else the worker's environment may.
+            **({"allow-plaintext-listen": True} if self.allow_plaintext_listen else {}),
             "log-level": self.log_level,
             "log-format": self.log_format,
             **{name.replace("_", "-"): value for name, value in more.items()},

@@ -11,11 +11,13 @@ from typing import cast
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2_grpc
+from tritonclient.grpc import service_pb2_grpc
 
 from control_plane.doors.admin import AdminDoor
 from control_plane.doors.health import HealthDoor
 from control_plane.doors.inference import SERVICE as INFERENCE
 from control_plane.doors.inference import InferenceDoor
+from control_plane.doors.open_inference import OpenInferenceDoor
 from control_plane.doors.served_model import ServedModel
 from control_plane.doors.vllm_engine import SERVICE as VLLM_ENGINE
 from control_plane.doors.vllm_engine import VllmEngineDoor
@@ -98,6 +100,10 @@ class FakeEngine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return stream
+
+    def client_of(self, request_id: RequestId) -> str | None:
+        live = self._live.get(request_id)
+        return None if live is None else live.generation.client_identity
 
     def abort(self, request_id: RequestId) -> bool:
         live = self._live.pop(request_id, None)
@@ -209,6 +215,7 @@ async def open_doors(
     server = make_server(max_message_bytes)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceDoor(fleet, served), server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineDoor(fleet, served, version="0"), server)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(OpenInferenceDoor(fleet, served, version="0"), server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthDoor(fleet, [INFERENCE, VLLM_ENGINE], repeat_s=0.2), server)
     drained: list[float | None] = []
 

@@ -254,7 +254,7 @@ def test_auto_is_resolved_without_a_gpu(flags: dict[str, str], expected: tuple[o
 def test_worker_addresses_choose_remote_and_say_how_many_ranks(
     text: str, groups: tuple[tuple[str, ...], ...], world_size: int
 ) -> None:
-    config = load_config({"worker_addresses": text, "model": "scripted"}, {})
+    config = load_config({"worker_addresses": text, "model": "scripted", "allow_plaintext_workers": "on"}, {})
     assert config.worker_addresses == groups
     after = resolve_auto(config, has_gpu=False, on_terminal=False, workers_elsewhere=True)
     assert (after.executor, after.tensor_parallel_size) == ("remote", world_size)
@@ -277,7 +277,7 @@ def test_handover_is_refused_where_the_workers_end_with_the_process(executor: st
     ((field, value, rule),) = caught.value.faults
     assert (field, value) == ("handover", "on")
     assert rule.startswith("needs workers that outlive this process")
-    elsewhere = {"model": "scripted", "worker_addresses": "a:1", "handover": "true"}
+    elsewhere = {"model": "scripted", "worker_addresses": "localhost:1", "handover": "true"}
     assert resolve_auto(load_config(elsewhere, {}), has_gpu=False, on_terminal=False).handover
 
 
@@ -288,11 +288,11 @@ def test_wildcard_without_another_address_is_refused_where_workers_run_elsewhere
         return resolve_auto(config, has_gpu=False, on_terminal=False)
 
     with pytest.raises(ConfigurationError) as caught:
-        resolved(worker_addresses="a:1")
+        resolved(worker_addresses="localhost:1")
     assert [fault[:2] for fault in caught.value.faults] == [("listen", listen)]
     assert "needs --advertise-address" in caught.value.faults[0][2]
     for address in ("front:50051", "[fd00::1]:50051", "unix:/run/front.sock"):
-        assert resolved(worker_addresses="a:1", advertise_address=address).advertise_address == address
+        assert resolved(worker_addresses="localhost:1", advertise_address=address).advertise_address == address
     assert resolved().executor == "uni"  # nobody else asks for workers that are its own
 
 
@@ -306,6 +306,7 @@ def test_wildcard_without_another_address_is_refused_where_workers_run_elsewhere
 )
 def test_worker_addresses_that_can_never_be_all_ranks_are_refused(addresses: str, rule: str) -> None:
     flags = {"model": "scripted", "tensor_parallel_size": "3", "advertise_address": "front:1"}
+    flags["allow_plaintext_workers"] = "on"
     with pytest.raises(ConfigurationError) as caught:
         resolve_auto(load_config(flags | {"worker_addresses": addresses}, {}), has_gpu=False, on_terminal=False)
     assert [(field, said) for field, _, said in caught.value.faults] == [("worker_addresses", rule)]
@@ -314,7 +315,7 @@ def test_worker_addresses_that_can_never_be_all_ranks_are_refused(addresses: str
 
 
 def test_directory_that_only_workers_elsewhere_may_have_is_theirs_to_find() -> None:
-    elsewhere = {"worker_addresses": "a:1"}
+    elsewhere = {"worker_addresses": "localhost:1"}
     config = load_config({"model": "/models/of/theirs", **elsewhere}, {})
     resolved = resolve_auto(config, has_gpu=False, on_terminal=False)
     assert resolved.served_model_name == ("theirs",)
@@ -395,3 +396,64 @@ def test_number_of_groups_follows_from_addresses_or_size() -> None:
         groups(data_parallel_size=2, max_groups=1)
     with pytest.raises(ConfigurationError, match="must be the number of groups in --worker-addresses, 3"):
         groups(worker_addresses=three, data_parallel_size=2)
+
+
+TLS = {"tls_certificate": "c", "tls_key": "k"}
+JWT = {"auth_jwks": "j", "auth_jwt_issuer": "i", "auth_jwt_audience": "a"}
+RANK_TLS = {"rank_tls_ca": "a", "rank_tls_certificate": "c", "rank_tls_key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("values", "fields"),
+    [
+        ({"tls_certificate": "c"}, ["tls_key"]),
+        ({"tls_key": "k"}, ["tls_certificate"]),
+        ({"tls_client_ca": "a"}, ["tls_client_ca"]),
+        ({**TLS, "listen": "unix:/s"}, ["tls_certificate"]),
+        ({"auth_jwks": "j"}, ["auth_jwt_issuer", "auth_jwt_audience"]),
+        ({"auth_jwt_issuer": "i"}, ["auth_jwt_issuer"]),
+        ({**JWT, "auth_jwt_algorithms": ("none",)}, ["auth_jwt_algorithms"]),
+        ({**JWT, "auth_jwt_algorithms": ("RS256", "HS256")}, ["auth_jwt_algorithms"]),
+        ({**JWT, "auth_jwt_algorithms": ()}, ["auth_jwt_algorithms"]),
+        ({"max_requests_per_caller": 1}, ["max_requests_per_caller"]),
+        ({"max_waiting_per_caller": 1}, ["max_waiting_per_caller"]),
+        ({"admin_listen": "nowhere"}, ["admin_listen"]),
+        ({"admin_listen": "0.0.0.0:50052"}, ["admin_listen"]),
+        ({"admin_listen": "10.0.0.1:0", **TLS, "tls_client_ca": "a"}, ["admin_listen"]),
+        ({"admin_listen": "127.0.0.1:50051"}, ["admin_listen"]),
+        ({"admin_listen": "unix:/s", "probe_listen": "unix:/s"}, ["probe_listen"]),
+        ({"rank_tls_ca": "a"}, ["rank_tls_certificate", "rank_tls_key"]),
+        ({"rank_tls_server_name": "n"}, ["rank_tls_server_name"]),
+        ({"relay_tls_server_name": "n"}, ["relay_tls_server_name"]),
+    ],
+)
+def test_security_flags_that_lack_their_other_half_are_refused(values: dict[str, object], fields: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ControlPlaneConfig(**values)  # type: ignore[arg-type]
+    assert [field for field, _, _ in caught.value.faults] == fields
+
+
+def test_security_flags_that_fit_together_are_fine() -> None:
+    every = {**TLS, **JWT, **RANK_TLS, "tls_client_ca": "a", "auth_callers": "f", "max_requests_per_caller": 1}
+    ControlPlaneConfig(**every, listen="0.0.0.0:50051", admin_listen="0.0.0.0:50052", probe_listen="[::]:50053")  # type: ignore[arg-type]
+    ControlPlaneConfig(listen="0.0.0.0:50051", admin_listen="unix:/run/admin.sock")
+    ControlPlaneConfig(admin_listen="127.0.0.1:0", probe_listen="127.0.0.1:0", listen="127.0.0.1:0")
+
+
+@pytest.mark.parametrize("more", [RANK_TLS, {"allow_plaintext_workers": True}])
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"worker_addresses": (("10.0.0.1:50061",),)}, "worker_addresses"),
+        ({"worker_addresses": (("unix:/w", "dns:///workers:50061"),)}, "worker_addresses"),
+        ({"worker_addresses": (("127.0.0.1:1",), ("127.0.0.2.nip.test:1",))}, "worker_addresses"),
+        ({"executor": "ray"}, "executor"),
+    ],
+)
+def test_prompts_go_to_workers_over_a_network_only_by_tls_or_where_plaintext_is_allowed(
+    values: dict[str, object], field: str, more: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_auto(ControlPlaneConfig(model="scripted", **values), has_gpu=False, on_terminal=False)  # type: ignore[arg-type]
+    assert [(name, "--allow-plaintext-workers" in rule) for name, _, rule in caught.value.faults] == [(field, True)]
+    resolve_auto(ControlPlaneConfig(model="scripted", **values, **more), has_gpu=False, on_terminal=False)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
 
+from control_plane.control_blob import ResumeRight
 from control_plane.generation import (
     Chunk,
     Cursor,
@@ -55,9 +56,9 @@ class Others:
         return self.owners.pop(0) if len(self.owners) > 1 else self.owners[0]
 
     async def resume(
-        self, address: str, request_id: RequestId, token: bytes, cursors: Sequence[Cursor]
+        self, address: str, request_id: RequestId, right: ResumeRight, cursors: Sequence[Cursor]
     ) -> AsyncGenerator[Event, None]:
-        assert (request_id, len(token)) == ("r", 16)
+        assert (request_id, len(right.token)) == ("r", 16)
         self.asked.append((address, cursors[0].num_tokens))
         async for event in self.answers[address](cursors[0].num_tokens):
             yield event

@@ -8,6 +8,8 @@ from service_chassis.settings import settings_of
 from worker_service.config import WorkerConfig, command_line, read_config
 from worker_service.supervisor import rank_config
 
+PLAINTEXT = {"MANIPLE_WORKER_ALLOW_PLAINTEXT_LISTEN": "on"}
+
 
 def test_flag_goes_over_environment_over_default() -> None:
     config = read_config(["--device", "cpu"], {"MANIPLE_WORKER_DEVICE": "cuda", "MANIPLE_WORKER_NUM_THREADS": "3"})
@@ -16,7 +18,7 @@ def test_flag_goes_over_environment_over_default() -> None:
 
 def test_variables_are_none_of_a_control_planes() -> None:
     assert read_config([], {"MANIPLE_LISTEN": "10.0.0.1:1", "MANIPLE_DEVICE": "cuda"}) == read_config([], {})
-    assert read_config([], {"MANIPLE_WORKER_LISTEN": "10.0.0.1:1"}).listen == "10.0.0.1:1"
+    assert read_config([], {"MANIPLE_WORKER_LISTEN": "127.0.0.2:1"}).listen == "127.0.0.2:1"
     ours = {made.variable for made in settings_of(WorkerConfig).values()}
     assert not ours & {made.variable for made in settings_of(ControlPlaneConfig).values()}
 
@@ -72,7 +74,7 @@ def test_both_servers_on_one_address_are_refused() -> None:
     ],
 )
 def test_what_follows_from_other_values_is_filled_in(words: str, expected: tuple[str, str, int, int]) -> None:
-    config = read_config(words.split(), {})
+    config = read_config(words.split(), PLAINTEXT)
     assert (config.listen, config.health_listen, config.rank, config.world_size) == expected
 
 
@@ -95,7 +97,7 @@ def test_what_follows_from_other_values_is_filled_in(words: str, expected: tuple
 )
 def test_ranks_that_do_not_fit_are_refused(words: str, field: str, rule: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        read_config(words.split(), {})
+        read_config(words.split(), PLAINTEXT)
     assert [fault[2] for fault in caught.value.faults if fault[0] == field and rule in fault[2]]
 
 
@@ -111,7 +113,7 @@ TORCHRUN = {
 
 
 def test_torchrun_says_which_rank_and_the_port_follows_from_the_place_on_the_machine() -> None:
-    config = read_config(["--listen", "0.0.0.0:7000"], TORCHRUN)
+    config = read_config(["--listen", "0.0.0.0:7000"], TORCHRUN | PLAINTEXT)
     assert (config.rank, config.world_size) == (5, 8)
     assert (config.listen, config.health_listen) == ("0.0.0.0:7001", "0.0.0.0:7005")
 
@@ -129,9 +131,55 @@ def test_torchrun_comes_before_defaults_and_after_everything_else() -> None:
 
 def test_command_line_gives_the_same_configuration_to_another_process() -> None:
     config = read_config(
-        ["--listen", "a:7", "--device", "cpu", "--tensor-parallel-size", "3", "--allow-insecure-serialization"], {}
+        ["--listen", "a:7", "--device", "cpu", "--tensor-parallel-size", "3", "--allow-insecure-serialization"],
+        PLAINTEXT | {"MANIPLE_WORKER_PROBE_LISTEN": "a:99"},
     )
     assert config.allow_insecure_serialization
     one = rank_config(config, 2)
     assert (one.rank, one.listen, one.health_listen, one.tensor_parallel_size) == (2, "a:9", "a:12", 1)
     assert read_config(command_line(one), {}) == one
+
+
+TLS = "--tls-certificate c --tls-key k --tls-client-ca a"
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("--listen 0.0.0.0:7", ["listen"]),
+        ("--listen [::]:7", ["listen"]),
+        ("--listen 10.0.0.1:0", ["listen"]),
+        ("--listen worker-0.workers:7", ["listen"]),
+        ("--health-listen 0.0.0.0:7", ["health_listen"]),
+        ("--listen 0.0.0.0:7 --health-listen 0.0.0.0:9", ["listen", "health_listen"]),
+        ("--listen 0.0.0.0:7 --tls-certificate c", ["tls_key", "tls_client_ca"]),
+        ("--tls-certificate c --tls-key k", ["tls_client_ca"]),
+        ("--tls-client-ca a", ["tls_certificate", "tls_key"]),
+        ("--tls-client-names n", ["tls_client_names"]),
+        ("--probe-listen nowhere", ["probe_listen"]),
+        ("--listen 127.0.0.1:7 --probe-listen 0.0.0.0:7", ["probe_listen"]),
+        ("--listen 127.0.0.1:7 --probe-listen 0.0.0.0:8", ["probe_listen"]),
+        ("--tensor-parallel-size 2 --listen 127.0.0.1:7 --probe-listen a:65535", ["probe_listen"]),
+        ("--tensor-parallel-size 2 --probe-listen a:0", ["probe_listen"]),
+        ("--listen unix:/w --probe-listen unix:/w-health", ["probe_listen"]),
+    ],
+)
+def test_what_others_could_reach_in_plaintext_is_refused(words: str, fields: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(words.split(), {})
+    assert [field for field, _, _ in caught.value.faults] == fields
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--listen unix:/w",
+        "--listen [::1]:7",
+        "--listen localhost:7 --probe-listen 0.0.0.0:99",
+        f"--listen 0.0.0.0:7 {TLS} --tls-client-names a,b",
+        "--listen 0.0.0.0:7 --allow-plaintext-listen",
+    ],
+)
+def test_what_only_this_machine_or_the_right_certificate_reaches_is_fine(words: str) -> None:
+    config = read_config(words.split(), {})
+    assert read_config(command_line(config), {}) == config
