@@ -66,6 +66,7 @@ class TextChoice:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # where the tokenizer puts any, and the tokens are shown
     skip_text: bool = False  # ids only; no detokenizer runs unless there are stop strings
 
 
@@ -125,6 +126,15 @@ class Chunk:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: Logprobs | None = None  # a position a token, where asked for
+
+    def add(self, other: Chunk) -> None:
+        """Take in what comes next of the same sample."""
+        self.token_ids += other.token_ids
+        self.text += other.text
+        if other.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = Logprobs(other.logprobs.width)
+            self.logprobs.extend(other.logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from control_plane.doors import limits as rules
 from control_plane.doors.prompts import chat_to_ids, check_ids, max_chars, text_to_ids
-from control_plane.doors.sampling_rules import check_built, resolve_sampling, resolve_text
+from control_plane.doors.sampling_rules import check_built, resolve_sampling, resolve_text, room_for_logprobs
 from control_plane.doors.served_model import ServedModel
 from control_plane.generation import Chunk, Cursor, Done, FinishReason, Generation, SampleFinished, Started
 from maniple.v1 import inference_pb2
@@ -21,6 +21,7 @@ from maniple.v1.inference_pb2 import GenerateRequest, GenerateResponse, ResumeRe
 from service_chassis.errors import InvalidParameter, NotBuilt
 from service_chassis.ids import RequestId
 from service_chassis.protocol.block_hash import namespace_of
+from service_chassis.protocol.logprobs import Logprobs
 
 if TYPE_CHECKING:
     from control_plane.engine_status import EngineLimits
@@ -79,7 +80,12 @@ async def to_generation(
         request.sampling,
         served.text,
         vocab_size=limits.vocab_size,
-        room=check_room(len(prompt), limits),
+        room=room_for_logprobs(
+            request.sampling,
+            num_prompt_tokens=len(prompt),
+            room=check_room(len(prompt), limits),
+            only_final=request.only_final,
+        ),
         draw_seed=new_seed,
     )
     return Generation(
@@ -176,7 +182,10 @@ def started_response(event: Started) -> GenerateResponse:
 
 def chunk_response(event: Chunk) -> GenerateResponse:
     """Return a message with new output."""
-    return GenerateResponse(chunk=GenerateResponse.Chunk(index=event.index, token_ids=event.token_ids, text=event.text))
+    chunk = GenerateResponse.Chunk(index=event.index, token_ids=event.token_ids, text=event.text)
+    if event.logprobs is not None:
+        chunk.logprobs.CopyFrom(event.logprobs.to_message())
+    return GenerateResponse(chunk=chunk)
 
 
 def finished_response(event: SampleFinished, whole: Chunk | None) -> GenerateResponse:
@@ -191,17 +200,20 @@ def finished_response(event: SampleFinished, whole: Chunk | None) -> GenerateRes
     if whole is not None:
         finished.token_ids.extend(whole.token_ids)
         finished.text = whole.text
+        if whole.logprobs is not None:
+            finished.logprobs.CopyFrom(whole.logprobs.to_message())
     return GenerateResponse(finished=finished)
 
 
-def done_response(event: Done) -> GenerateResponse:
+def done_response(event: Done, of_prompt: Logprobs | None) -> GenerateResponse:
     """Return the last message of a good stream."""
-    return GenerateResponse(
-        done=GenerateResponse.Done(
-            num_prompt_tokens=event.num_prompt_tokens,
-            num_cached_tokens=event.num_cached_tokens,
-            num_output_tokens=event.num_output_tokens,
-            time_to_first_token_s=event.time_to_first_token_s,
-            duration_s=event.duration_s,
-        )
+    done = GenerateResponse.Done(
+        num_prompt_tokens=event.num_prompt_tokens,
+        num_cached_tokens=event.num_cached_tokens,
+        num_output_tokens=event.num_output_tokens,
+        time_to_first_token_s=event.time_to_first_token_s,
+        duration_s=event.duration_s,
     )
+    if of_prompt is not None:
+        done.prompt_logprobs.CopyFrom(of_prompt.to_message())
+    return GenerateResponse(done=done)

@@ -11,13 +11,14 @@ from control_plane.doors.calls import Context, call_facts, caller_identity, even
 from control_plane.doors.embeddings import embed, to_embedding
 from control_plane.doors.limits import MAX_DETOKENIZE_CONTEXTS, MAX_TOKENIZE_CHARS, check_count, check_token_ids
 from control_plane.doors.served_model import ServedModel
-from control_plane.generation import Chunk, Done, Event, Generation, SampleFinished, Started
+from control_plane.generation import Chunk, Done, Event, Generation, PromptLogprobs, SampleFinished, Started
 from maniple.v1 import inference_pb2, inference_pb2_grpc
 from maniple.v1.inference_pb2 import GenerateResponse
 from service_chassis.auth import current_caller
 from service_chassis.errors import InvalidParameter
 from service_chassis.ids import RequestId
 from service_chassis.interceptors import as_maniple_error
+from service_chassis.protocol.logprobs import Logprobs
 
 if TYPE_CHECKING:
     from control_plane.fleet import Fleet
@@ -125,6 +126,7 @@ async def _responses(
     """Turn events into what the client hears, up to the one last message."""
     whole = {index: Chunk(index=index) for index in range(generation.sampling.n)} if generation.only_final else {}
     has_started = False
+    of_prompt: Logprobs | None = None
     try:
         async with aclosing(all_events):
             async for event in all_events:
@@ -132,15 +134,16 @@ async def _responses(
                     case Started():
                         has_started = True
                         yield converters.started_response(event)
+                    case PromptLogprobs():
+                        of_prompt = event.columns
                     case Chunk() if generation.only_final:
-                        whole[event.index].token_ids += event.token_ids
-                        whole[event.index].text += event.text
+                        whole[event.index].add(event)
                     case Chunk():
                         yield converters.chunk_response(event)
                     case SampleFinished():
                         yield converters.finished_response(event, whole.pop(event.index, None))
                     case Done():
-                        yield converters.done_response(event)
+                        yield converters.done_response(event, of_prompt)
     except Exception as caught:
         error = as_maniple_error(caught, method=f"/{SERVICE}/{method}", request_id=generation.request_id)
         if has_started:

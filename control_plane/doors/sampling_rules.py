@@ -12,7 +12,7 @@ from control_plane.doors.limits import check_count, check_number, check_token_id
 from control_plane.generation import SamplingChoice, TextChoice
 from control_plane.text.model_text import ModelText
 from control_plane.text.tokenizer import Tokenizer
-from maniple.v1.sampling_pb2 import SamplingParams
+from maniple.v1.sampling_pb2 import LogprobsMode, SamplingParams
 from service_chassis.errors import InvalidParameter, NotBuilt
 
 MAX_STOP_STRINGS = 16
@@ -23,13 +23,15 @@ MAX_BAD_WORDS = 128
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MIN_REPETITION_PENALTY = 0.01
 MAX_SAMPLES = 64
+MAX_LOGPROBS = 20
+# What clients take in one message unless told otherwise is 4 MiB; the rest is for what else a message holds.
+MAX_LOGPROBS_BYTES = 3 << 20
 
 
 def check_built(wanted: SamplingParams) -> None:
     """Refuse what the protocol reserves and nothing computes yet, rather than ignore it."""
-    for field in ("structured_output", "logprobs", "prompt_logprobs"):
-        if wanted.HasField(field):
-            raise NotBuilt(f"sampling.{field} is reserved in the protocol and not built yet")
+    if wanted.HasField("structured_output"):
+        raise NotBuilt("sampling.structured_output is reserved in the protocol and not built yet")
 
 
 def resolve_sampling(
@@ -84,6 +86,9 @@ def resolve_sampling(
             rule = "must leave an id that bad_words and min_tokens do not forbid"
             raise InvalidParameter("allowed_token_ids", list(allowed), rule)
 
+    if wanted.logprobs_mode not in LogprobsMode.values():
+        raise InvalidParameter("logprobs_mode", wanted.logprobs_mode, "must be one of LogprobsMode")
+
     return SamplingChoice(
         temperature=temperature,
         top_p=top_p,
@@ -101,7 +106,53 @@ def resolve_sampling(
         logit_bias=_logit_bias(wanted, vocab_size),
         allowed_token_ids=allowed,
         bad_words=bad_words,
+        num_logprobs=_num_logprobs("logprobs", wanted, vocab_size),
+        num_prompt_logprobs=_num_logprobs("prompt_logprobs", wanted, vocab_size),
+        logprobs_mode=wanted.logprobs_mode,
     )
+
+
+def room_for_logprobs(wanted: SamplingParams, *, num_prompt_tokens: int, room: int, only_final: bool) -> int:
+    """Return how many tokens the output may have, so that messages hold what was asked of the tokens.
+
+    Chunks are cut as needed; what is told of a prompt, and with ``only_final`` of an output, goes in one message.
+
+    Args:
+        wanted: what the client wrote.
+        num_prompt_tokens: of its prompt.
+        room: tokens that fit behind the prompt otherwise, at least 1.
+        only_final: the whole output is one message.
+    Raises:
+        InvalidParameter: it does not fit.
+    """
+    for field in ("logprobs", "prompt_logprobs"):
+        check_number(field, getattr(wanted, field), 0, MAX_LOGPROBS)
+    num_left = MAX_LOGPROBS_BYTES
+    if wanted.HasField("prompt_logprobs"):
+        most = num_left // _bytes_per_token(wanted.prompt_logprobs)
+        if num_prompt_tokens > most:
+            rule = f"of a prompt of {num_prompt_tokens} tokens do not fit into one message: of {most} they do"
+            raise InvalidParameter("prompt_logprobs", wanted.prompt_logprobs, rule)
+        num_left -= num_prompt_tokens * _bytes_per_token(wanted.prompt_logprobs)
+    if wanted.HasField("logprobs") and only_final:
+        most = num_left // _bytes_per_token(wanted.logprobs)
+        num_tokens = min(wanted.max_tokens, room) if wanted.HasField("max_tokens") else 1
+        if num_tokens > most:
+            rule = f"of max_tokens {wanted.max_tokens} do not fit into the one message of only_final: of {most} they do"
+            raise InvalidParameter("logprobs", wanted.logprobs, rule)
+        return min(room, most)
+    return room
+
+
+def _bytes_per_token(num_likeliest: int) -> int:
+    """Return what a position takes in a message at most: ids of 3 bytes, values of 4, and what frames them."""
+    return 13 + 7 * (num_likeliest + 1)
+
+
+def _num_logprobs(field: str, wanted: SamplingParams, vocab_size: int) -> int | None:
+    if not wanted.HasField(field):  # type: ignore[arg-type]  # the names given are fields
+        return None
+    return min(int(check_number(field, getattr(wanted, field), 0, MAX_LOGPROBS)), vocab_size)
 
 
 def resolve_text(wanted: SamplingParams, *, skip_text: bool) -> TextChoice:
@@ -116,6 +167,9 @@ def resolve_text(wanted: SamplingParams, *, skip_text: bool) -> TextChoice:
         stop=tuple(dict.fromkeys(wanted.stop)),
         include_stop_str_in_output=wanted.include_stop_str_in_output,
         skip_special_tokens=wanted.skip_special_tokens if wanted.HasField("skip_special_tokens") else True,
+        spaces_between_special_tokens=(
+            wanted.spaces_between_special_tokens if wanted.HasField("spaces_between_special_tokens") else True
+        ),
         skip_text=skip_text,
     )
 

@@ -21,8 +21,8 @@ from control_plane.doors.limits import check_number
 from control_plane.doors.load_messages import scheduler_load
 from control_plane.doors.served_model import ServedModel
 from control_plane.doors.tokenizer_archive import TokenizerArchive, pack
+from control_plane.doors.vllm_responses import VllmResponses
 from control_plane.fleet import Fleet
-from control_plane.generation import Chunk, SampleFinished, Started
 from service_chassis.auth import current_caller
 from service_chassis.errors import NotBuilt, NotReady
 from service_chassis.ids import RequestId
@@ -52,7 +52,7 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         fleet = self._fleet
         self._received_at = time.time()
         generation = await converters.to_generation(
-            vllm_converters.to_maniple(request),
+            vllm_converters.to_maniple(request, max_prompt_tokens=fleet.limits.max_model_len - 1),
             call_facts(context, fleet),
             served=self._served,
             limits=fleet.limits,
@@ -60,38 +60,11 @@ class VllmEngineDoor(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         )
         if request.HasField("data_parallel_rank"):
             generation = replace(generation, group=request.data_parallel_rank)
-        outputs: dict[int, list[int]] = {index: [] for index in range(generation.sampling.n)}
-        num_prompt_tokens = num_cached_tokens = 0
+        responses = VllmResponses(generation, streams=request.stream)
         async with aclosing(events(fleet, generation, context)) as all_events:
             async for event in all_events:
-                if isinstance(event, Started):
-                    num_prompt_tokens, num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
-                elif isinstance(event, Chunk):
-                    output = outputs[event.index]
-                    output += event.token_ids
-                    if request.stream and event.token_ids:
-                        chunk = vllm_engine_pb2.GenerateStreamChunk(
-                            token_ids=event.token_ids,
-                            prompt_tokens=num_prompt_tokens,
-                            completion_tokens=len(output),
-                            cached_tokens=num_cached_tokens,
-                            index=event.index,
-                        )
-                        yield vllm_engine_pb2.GenerateResponse(chunk=chunk)
-                elif isinstance(event, SampleFinished):
-                    complete = vllm_engine_pb2.GenerateComplete(
-                        output_ids=outputs.pop(event.index),
-                        finish_reason=vllm_converters.FINISH_REASONS[event.reason],
-                        prompt_tokens=num_prompt_tokens,
-                        completion_tokens=event.num_output_tokens,
-                        cached_tokens=num_cached_tokens,
-                        index=event.index,
-                    )
-                    if event.matched_stop is not None:
-                        complete.matched_stop_str = event.matched_stop
-                    elif event.matched_token_id is not None:
-                        complete.matched_token_id = event.matched_token_id
-                    yield vllm_engine_pb2.GenerateResponse(complete=complete)
+                for response in responses.take(event):
+                    yield response
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:
         for request_id in request.request_ids:

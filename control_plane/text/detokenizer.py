@@ -39,7 +39,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, text: TextChoice, *, prompt_token_ids: Sequence[int], min_tokens: int = 0
     ) -> None:
         """Begin after the prompt. A stop string completed by one of the first ``min_tokens`` ids is passed over."""
-        self._stream = _TextStream(tokenizer, prompt_token_ids, skip_special_tokens=text.skip_special_tokens)
+        self._stream = _TextStream(tokenizer, prompt_token_ids, text)
         self._choice = text
         self._matcher = StopMatcher(text.stop) if text.stop else None
         self._min_tokens = min_tokens
@@ -92,10 +92,14 @@ class Detokenizer:
 class _TextStream:
     """Incremental decoding of ids without a stop rule."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], text: TextChoice) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._stream = tokenizer.decode_stream(skip_special_tokens=skip_special_tokens)
+        self._skip_special_tokens = text.skip_special_tokens
+        # Tokens whose text stands bare behind another of them.
+        shows_bare = not (text.skip_special_tokens or text.spaces_between_special_tokens)
+        self._bare = tokenizer.added_tokens if shows_bare else {}
+        self._after_bare = False
+        self._stream = tokenizer.decode_stream(skip_special_tokens=text.skip_special_tokens)
         self._settled: list[int] = []  # ids whose text was returned last: the context of the open ones
         self._open: list[int] = []  # ids whose text was not returned yet
         # Stepping instead of handing the ids over: a prompt that ends inside a character goes on in the output.
@@ -117,9 +121,13 @@ class _TextStream:
             if new is None and len(self._open) >= _MAX_OPEN_TOKENS:
                 new = self._remainder()
                 self._restart()
+        after_bare, self._after_bare = self._after_bare, token_id in self._bare
         if new is None:
             return ""
+        alone = len(self._open) == 1
         self._settled, self._open = self._open, []
+        if after_bare and self._after_bare and alone:
+            new = self._bare[token_id]
         return self._ours(new)
 
     def finish(self) -> str:

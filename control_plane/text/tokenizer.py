@@ -30,6 +30,8 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        # id -> text of the tokens outside of the model's vocabulary proper, special ones and others
+        self.added_tokens = {id_: token.content for id_, token in backend.get_added_tokens_decoder().items()}
         self.max_token_chars = _max_token_chars(backend)  # of text that one token stands for; None: any number
 
     @classmethod

@@ -297,13 +297,12 @@ async def test_async_client_raises_the_same_typed_exceptions(server: FakeServer)
 
 
 def test_sampling_options_are_those_of_the_proto() -> None:
-    """A field added to the proto is offered by the client, or left out here on purpose."""
+    """A field added to the proto is offered by the client."""
     from maniple.v1 import sampling_pb2
     from maniple_client.requests import Options, Sampling
 
     fields = {one.name for one in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
-    left_out = {"logprobs_mode", "spaces_between_special_tokens"}
-    assert set(Sampling.__annotations__) == fields - left_out
+    assert set(Sampling.__annotations__) == fields
     prompts = {"text", "token_ids", "chat", "sampling"}
     request_fields = {one.name for one in inference_pb2.GenerateRequest.DESCRIPTOR.fields} - prompts
     assert set(Options.__annotations__) - set(Sampling.__annotations__) == request_fields

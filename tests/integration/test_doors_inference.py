@@ -336,11 +336,9 @@ async def test_prompt_that_needs_more_blocks_than_exist_is_refused_and_the_next_
     "request_",
     [
         GenerateRequest(text="hi", lora="adapter"),
-        GenerateRequest(text="hi", sampling=SamplingParams(logprobs=0)),
-        GenerateRequest(text="hi", sampling=SamplingParams(prompt_logprobs=1)),
         GenerateRequest(text="hi", sampling=SamplingParams(structured_output=StructuredOutput(regex="a*"))),
     ],
-    ids=["lora", "logprobs", "prompt_logprobs", "structured_output"],
+    ids=["lora", "structured_output"],
 )
 async def test_reserved_features_are_refused_and_named(
     request_: GenerateRequest, request: pytest.FixtureRequest

@@ -87,9 +87,32 @@ async def test_unset_and_zero_mean_the_defaults() -> None:
 async def test_a_set_zero_temperature_is_greedy_and_max_tokens_default_to_the_context() -> None:
     async with open_doors() as doors:
         doors.engine.output = [END]
-        await ask(doors, request(temperature=0.0, seed=-1))
+        await ask(doors, request(temperature=0.0, seed=-2))
         choice = doors.engine.seen[0].sampling
-    assert (choice.temperature, choice.max_tokens, choice.seed) == (0.0, 62, 2**64 - 1)
+    assert (choice.temperature, choice.max_tokens, choice.seed) == (0.0, 62, 2**64 - 2)
+
+
+async def test_seed_minus_one_is_none() -> None:
+    async with open_doors() as doors:
+        for _ in range(2):
+            await ask(doors, request(max_tokens=1, seed=-1))
+        first, second = (generation.sampling.seed for generation in doors.engine.seen)
+    assert first != second
+
+
+async def test_truncation_to_minus_one_keeps_what_the_model_takes() -> None:
+    wanted = request(max_tokens=1, truncate_prompt_tokens=-1)
+    wanted.tokenized.input_ids[:] = [*range(100)]
+    async with open_doors() as doors:
+        await ask(doors, wanted)
+    assert doors.engine.seen[0].prompt_token_ids == tuple(range(37, 100))  # 63 of 64: one token still fits
+
+
+async def test_special_tokens_are_separated_as_asked() -> None:
+    async with open_doors() as doors:
+        for asked in (False, True):
+            await ask(doors, request(max_tokens=1, stop=["x"], spaces_between_special_tokens=asked))
+    assert [one.text.spaces_between_special_tokens for one in doors.engine.seen] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +124,7 @@ async def test_a_set_zero_temperature_is_greedy_and_max_tokens_default_to_the_co
         (request(truncate_prompt_tokens=-2), grpc.StatusCode.INVALID_ARGUMENT, "truncate_prompt_tokens="),
         (request(ids=b""), grpc.StatusCode.INVALID_ARGUMENT, "token_ids="),
         (pb.GenerateRequest(request_id="r"), grpc.StatusCode.INVALID_ARGUMENT, "prompt="),
-        (request(logprobs=0), grpc.StatusCode.UNIMPLEMENTED, "logprobs"),
+        (request(logprobs=-1), grpc.StatusCode.INVALID_ARGUMENT, "logprobs=-1"),
         (request(regex="a*"), grpc.StatusCode.UNIMPLEMENTED, "regex"),
         (pb.GenerateRequest(mm_inputs=pb.MultimodalInputs()), grpc.StatusCode.UNIMPLEMENTED, "mm_inputs"),
     ],

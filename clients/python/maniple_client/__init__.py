@@ -26,7 +26,7 @@ from maniple_client.errors import (
     Unavailable,
     WrongState,
 )
-from maniple_client.events import Chunk, Done, Event, Finished, Sample, Started, Transcript
+from maniple_client.events import Chunk, Done, Event, Finished, Logprobs, Sample, Started, TokenLogprob, Transcript
 from maniple_client.requests import Embedding, Message, Options, Sampling
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "GenerationStream",
     "InternalError",
     "InvalidArgument",
+    "Logprobs",
     "ManipleError",
     "Message",
     "NotBuilt",
@@ -61,6 +62,7 @@ __all__ = [
     "Sample",
     "Sampling",
     "Started",
+    "TokenLogprob",
     "Transcript",
     "TransportLost",
     "Unauthenticated",

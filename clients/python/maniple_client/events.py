@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from maniple.v1 import inference_pb2
+from maniple.v1 import inference_pb2, sampling_pb2
 
 FinishReason = Literal["stop", "length", "abort", "unknown"]
 _REASONS: dict[int, FinishReason] = {
@@ -13,6 +13,20 @@ _REASONS: dict[int, FinishReason] = {
     inference_pb2.FINISH_REASON_LENGTH: "length",
     inference_pb2.FINISH_REASON_ABORT: "abort",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """What one token was given. ``top`` holds as many of the likeliest as were asked for, (id, value) each."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the likeliest
+    top: tuple[tuple[int, float], ...]
+
+
+# A position a token; None where nothing is known: nothing precedes the first of a prompt.
+Logprobs = tuple[TokenLogprob | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +46,12 @@ class Chunk:
     index: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: Logprobs = ()  # of ``token_ids``, with ``logprobs``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """One sample ended. ``token_ids`` and ``text`` are the whole output with ``only_final``, else empty."""
+    """One sample ended. Ids, text and log-probabilities are of the whole output with ``only_final``, else empty."""
 
     index: int
     reason: FinishReason
@@ -45,6 +60,7 @@ class Finished:
     matched_token_id: int | None
     token_ids: tuple[int, ...]
     text: str
+    logprobs: Logprobs = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +72,7 @@ class Done:
     num_output_tokens: int
     time_to_first_token_s: float  # 0: not known, see inference.proto
     duration_s: float
+    prompt_logprobs: Logprobs = ()  # with ``prompt_logprobs``
 
 
 Event = Started | Chunk | Finished | Done
@@ -65,7 +82,13 @@ def event_of(response: inference_pb2.GenerateResponse) -> Event | None:
     """Return the event in a message; None for the error event and for what a newer server may send."""
     kind = response.WhichOneof("event")
     if kind == "chunk":
-        return Chunk(index=response.chunk.index, token_ids=tuple(response.chunk.token_ids), text=response.chunk.text)
+        chunk = response.chunk
+        return Chunk(
+            index=chunk.index,
+            token_ids=tuple(chunk.token_ids),
+            text=chunk.text,
+            logprobs=_logprobs(chunk.logprobs),
+        )
     if kind == "started":
         started = response.started
         return Started(
@@ -85,6 +108,7 @@ def event_of(response: inference_pb2.GenerateResponse) -> Event | None:
             matched_token_id=finished.matched_token_id if matched == "matched_token_id" else None,
             token_ids=tuple(finished.token_ids),
             text=finished.text,
+            logprobs=_logprobs(finished.logprobs),
         )
     if kind == "done":
         done = response.done
@@ -94,8 +118,23 @@ def event_of(response: inference_pb2.GenerateResponse) -> Event | None:
             num_output_tokens=done.num_output_tokens,
             time_to_first_token_s=done.time_to_first_token_s,
             duration_s=done.duration_s,
+            prompt_logprobs=_logprobs(done.prompt_logprobs),
         )
     return None
+
+
+def _logprobs(message: sampling_pb2.TokenLogprobs) -> Logprobs:
+    return tuple(
+        TokenLogprob(
+            token_id=position.token_ids[0],
+            logprob=position.logprobs[0],
+            rank=position.rank,
+            top=tuple(zip(position.token_ids[1:], position.logprobs[1:], strict=True)),
+        )
+        if position.rank
+        else None
+        for position in message.positions
+    )
 
 
 @dataclass(slots=True)
@@ -104,6 +143,7 @@ class Sample:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # a position a token, with ``logprobs``
     finished: Finished | None = None
 
 
@@ -121,11 +161,13 @@ class Transcript:
                 sample = self.samples.setdefault(event.index, Sample())
                 sample.text += event.text
                 sample.token_ids += event.token_ids
+                sample.logprobs += event.logprobs
             case Finished():
                 sample = self.samples.setdefault(event.index, Sample())
                 sample.finished = event
                 sample.text += event.text
                 sample.token_ids += event.token_ids
+                sample.logprobs += event.logprobs
             case Started():
                 self.started = event
             case Done():

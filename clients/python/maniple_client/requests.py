@@ -43,8 +43,10 @@ class Sampling(TypedDict, total=False):
     bad_words: Sequence[str]
     logprobs: int
     prompt_logprobs: int
+    logprobs_mode: sampling_pb2.LogprobsMode.ValueType
     truncate_prompt_tokens: int
     skip_special_tokens: bool
+    spaces_between_special_tokens: bool
     structured_output: sampling_pb2.StructuredOutput
 
 

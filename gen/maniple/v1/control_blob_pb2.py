@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from maniple.v1 import sampling_pb2 as maniple_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmaniple/v1/control_blob.proto\x12\nmaniple.v1\x1a\x19maniple/v1/sampling.proto\"\xdd\x03\n\x0b\x43ontrolBlob\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x16\n\x0e\x61rrival_number\x18\x02 \x01(\x04\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x14\n\x0cresume_token\x18\x04 \x01(\x0c\x12\x17\n\x0f\x63lient_identity\x18\x05 \x01(\t\x12\x16\n\x0e\x64\x65tach_grace_s\x18\x06 \x01(\x01\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x08 \x03(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0b \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x0c \x01(\x08\x12\x11\n\tskip_text\x18\r \x01(\x08\x12\x12\n\nonly_final\x18\x0e \x01(\x08\x12!\n\x19skip_reading_prefix_cache\x18\x0f \x01(\x08\x12\x13\n\x0btraceparent\x18\x10 \x01(\t\x12\t\n\x01n\x18\x11 \x01(\r\x12\x12\n\nmin_tokens\x18\x12 \x01(\r\x12)\n\x08sampling\x18\x13 \x01(\x0b\x32\x17.maniple.v1.RowSampling\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\x14 \x01(\x0c\x42\x45\n\x0e\x64\x65v.maniple.v1P\x01Z$maniple.dev/gen/maniple/v1;maniplev1\xaa\x02\nManiple.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmaniple/v1/control_blob.proto\x12\nmaniple.v1\x1a\x19maniple/v1/sampling.proto\"\x87\x04\n\x0b\x43ontrolBlob\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x16\n\x0e\x61rrival_number\x18\x02 \x01(\x04\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x14\n\x0cresume_token\x18\x04 \x01(\x0c\x12\x17\n\x0f\x63lient_identity\x18\x05 \x01(\t\x12\x16\n\x0e\x64\x65tach_grace_s\x18\x06 \x01(\x01\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x08 \x03(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0b \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x0c \x01(\x08\x12(\n no_spaces_between_special_tokens\x18\x1f \x01(\x08\x12\x11\n\tskip_text\x18\r \x01(\x08\x12\x12\n\nonly_final\x18\x0e \x01(\x08\x12!\n\x19skip_reading_prefix_cache\x18\x0f \x01(\x08\x12\x13\n\x0btraceparent\x18\x10 \x01(\t\x12\t\n\x01n\x18\x11 \x01(\r\x12\x12\n\nmin_tokens\x18\x12 \x01(\r\x12)\n\x08sampling\x18\x13 \x01(\x0b\x32\x17.maniple.v1.RowSampling\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\x14 \x01(\x0c\x42\x45\n\x0e\x64\x65v.maniple.v1P\x01Z$maniple.dev/gen/maniple/v1;maniplev1\xaa\x02\nManiple.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,5 +34,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016dev.maniple.v1P\001Z$maniple.dev/gen/maniple/v1;maniplev1\252\002\nManiple.V1'
   _globals['_CONTROLBLOB']._serialized_start=73
-  _globals['_CONTROLBLOB']._serialized_end=550
+  _globals['_CONTROLBLOB']._serialized_end=592
 # @@protoc_insertion_point(module_scope)

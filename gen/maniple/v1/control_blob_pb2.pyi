@@ -40,6 +40,7 @@ class ControlBlob(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    NO_SPACES_BETWEEN_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_TEXT_FIELD_NUMBER: _builtins.int
     ONLY_FINAL_FIELD_NUMBER: _builtins.int
     SKIP_READING_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
@@ -66,6 +67,8 @@ class ControlBlob(_message.Message):
     """Whether what stopped a sample is part of its text."""
     skip_special_tokens: _builtins.bool
     """Whether special tokens are left out of the text."""
+    no_spaces_between_special_tokens: _builtins.bool
+    """Whether special tokens that are shown are separated by no spaces."""
     skip_text: _builtins.bool
     """Ids alone, no text."""
     only_final: _builtins.bool
@@ -111,6 +114,7 @@ class ControlBlob(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         include_stop_str_in_output: _builtins.bool = ...,
         skip_special_tokens: _builtins.bool = ...,
+        no_spaces_between_special_tokens: _builtins.bool = ...,
         skip_text: _builtins.bool = ...,
         only_final: _builtins.bool = ...,
         skip_reading_prefix_cache: _builtins.bool = ...,
@@ -122,7 +126,7 @@ class ControlBlob(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_number", b"arrival_number", "cache_namespace", b"cache_namespace", "client_identity", b"client_identity", "detach_grace_s", b"detach_grace_s", "eos_ids", b"eos_ids", "include_stop_str_in_output", b"include_stop_str_in_output", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "only_final", b"only_final", "priority", b"priority", "resume_token", b"resume_token", "sampling", b"sampling", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "skip_special_tokens", b"skip_special_tokens", "skip_text", b"skip_text", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_number", b"arrival_number", "cache_namespace", b"cache_namespace", "client_identity", b"client_identity", "detach_grace_s", b"detach_grace_s", "eos_ids", b"eos_ids", "include_stop_str_in_output", b"include_stop_str_in_output", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "no_spaces_between_special_tokens", b"no_spaces_between_special_tokens", "only_final", b"only_final", "priority", b"priority", "resume_token", b"resume_token", "sampling", b"sampling", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "skip_special_tokens", b"skip_special_tokens", "skip_text", b"skip_text", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
