@@ -30,13 +30,17 @@ def greedy(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def gumbel_noise(seed: int, sample_index: int, position: int, vocab_size: int) -> list[float]:
+    """The noise of a position, as the protocol words it."""
+    k0, k1 = noise_key(seed, sample_index, position)
+    uniform = (min((noise_bits(k0, k1, i) + 0.5) / 2**32, 1 - 2**-24) for i in range(vocab_size))
+    return [-math.log(-math.log1p(-v)) for v in uniform]
+
+
 def seeded(prompt: list[int], count: int, seed: int, sample_index: int, temperature: float) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        k0, k1 = noise_key(seed, sample_index, len(tokens))
-        scores = []
-        for i, score in enumerate(logits(tokens)):
-            v = min((noise_bits(k0, k1, i) + 0.5) / 2**32, 1 - 2**-24)
-            scores.append(score / temperature - math.log(-math.log1p(-v)))
+        noise = gumbel_noise(seed, sample_index, len(tokens), VOCAB)
+        scores = [score / temperature + one for score, one in zip(logits(tokens), noise, strict=True)]
         tokens.append(scores.index(max(scores)))
     return tokens[len(prompt) :]
