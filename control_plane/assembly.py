@@ -21,7 +21,7 @@ from control_plane.group.settings import GroupFacts, GroupSettings
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
 from control_plane.text.tokenizer import Tokenizer
-from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, FEATURE_POOLING
+from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_POOLING
 from service_chassis.scripted import parse_scripted
 from service_chassis.tls import ClientTls
 
@@ -112,6 +112,7 @@ def build_engine(
         max_num_waiting=config.max_num_waiting,
         full_sampling=FEATURE_FULL_SAMPLING in facts.features and (scripted is None or scripted.sampler != "numpy"),
         pooling=FEATURE_POOLING in facts.features,
+        logprobs=FEATURE_LOGPROBS in facts.features,
         dtype=facts.model.dtype,
     )
     return Engine(

@@ -185,7 +185,7 @@ class Engine:
             DuplicateRequest: the id runs, or finished less than a minute ago.
             QueueFull: too many requests wait.
             InvalidParameter: it can never run here.
-            NotBuilt: it asks for a vector, and the workers of the group are of a release that makes none.
+            NotBuilt: it asks for what the workers of the group, being of an earlier release, cannot give.
             InternalError: it cannot be written down for the workers, which a door should have noticed.
         """
         if not self.admits:
@@ -198,6 +198,9 @@ class Engine:
         if not self.limits.full_sampling and (beyond := sampling.beyond_plain()) is not None:
             rule = "the scripted model without torch serves greedy, seeded and forced output"
             raise InvalidParameter(*beyond, rule)
+        asks_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
+        if asks_logprobs and not self.limits.logprobs:
+            raise NotBuilt("the workers of this group tell no log-probabilities: they are of an earlier release")
         if generation.pooling is not None and not self.limits.pooling:
             raise NotBuilt("the workers of this group cannot embed: they are of an earlier release")
         request = scheduled.Request(

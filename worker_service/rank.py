@@ -24,6 +24,7 @@ from service_chassis.errors import Fenced, InvalidParameter, LeaseHeld, NotBuilt
 from service_chassis.protocol.broadcast_ring import ReaderFds
 from service_chassis.protocol.version import (
     FEATURE_FULL_SAMPLING,
+    FEATURE_LOGPROBS,
     FEATURE_POOLING,
     MAX_PROTOCOL_VERSION,
     MIN_PROTOCOL_VERSION,
@@ -344,4 +345,5 @@ class Rank:
 
 def _features() -> list[str]:
     """Return the optional features of this process: without torch only the scripted model's plain sampling is here."""
-    return [FEATURE_POOLING, *([FEATURE_FULL_SAMPLING] if importlib.util.find_spec("torch") is not None else [])]
+    sampling = [FEATURE_FULL_SAMPLING] if importlib.util.find_spec("torch") is not None else []
+    return [FEATURE_LOGPROBS, FEATURE_POOLING, *sampling]

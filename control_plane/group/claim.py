@@ -18,6 +18,7 @@ from service_chassis.errors import Fenced, LeaseHeld
 from service_chassis.ids import Epoch, Rank
 from service_chassis.protocol.version import (
     FEATURE_FULL_SAMPLING,
+    FEATURE_LOGPROBS,
     FEATURE_POOLING,
     MAX_PROTOCOL_VERSION,
     MIN_PROTOCOL_VERSION,
@@ -127,7 +128,7 @@ async def _join(
         owner_id=owner_id,
         owner_address=settings.owner_address,
         protocol_version=version,
-        features=[FEATURE_FULL_SAMPLING, FEATURE_POOLING],
+        features=[FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_POOLING],
         rank=rank,
         world_size=executor.world_size,
         lease_ms=int(settings.lease_s * 1000),

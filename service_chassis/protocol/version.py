@@ -7,3 +7,5 @@ MAX_PROTOCOL_VERSION = 1
 FEATURE_FULL_SAMPLING = "full_sampling"
 # The rank serves rows that end with a vector (NewRequest.pooling).
 FEATURE_POOLING = "pooling"
+# The rank tells log-probabilities of tokens and prompts, and keeps them.
+FEATURE_LOGPROBS = "logprobs"
