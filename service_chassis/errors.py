@@ -16,8 +16,10 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from maniple.v1 import errors_pb2
 
 DOMAIN = "maniple.dev"
-# Details travel in a trailer; grpc's soft limit for all metadata is 8 KiB, and proxies are stricter.
+# Of the in-band form. In the trailers there is less room.
 MAX_MESSAGE_BYTES = 2048
+# grpc's soft limit for all metadata is 8 KiB, and proxies are stricter: 4 KiB, less what they and grpc add themselves.
+MAX_TRAILER_BYTES = 4096 - 384
 
 
 def clip(text: str, max_bytes: int = MAX_MESSAGE_BYTES) -> str:
@@ -55,7 +57,7 @@ class ManipleError(Exception):
             delay.FromMilliseconds(int(self.retry_after_s * 1000))
             details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
         details += self._more_details()
-        return status_pb2.Status(code=self.code, message=self.message, details=details)
+        return _fitting(status_pb2.Status(code=self.code, message=self.message, details=details))
 
     def stream_error(self) -> errors_pb2.StreamError:
         """Return the in-band form, the last message of a stream."""
@@ -69,6 +71,19 @@ class ManipleError(Exception):
 
     def _more_details(self) -> list[any_pb2.Any]:
         return []
+
+
+def trailer_bytes(status: status_pb2.Status) -> int:
+    """Return what a status takes on the wire: the message percent-encoded, and once more in the details, in base64."""
+    escaped = sum(3 if byte < 0x20 or byte > 0x7E or byte == 0x25 else 1 for byte in status.message.encode())
+    return escaped + (int(status.ByteSize()) + 2) // 3 * 4
+
+
+def _fitting(status: status_pb2.Status) -> status_pb2.Status:
+    """Shorten the message until the trailers have room for the status. What programs read stays whole."""
+    while trailer_bytes(status) > MAX_TRAILER_BYTES:
+        status.message = clip(status.message, len(status.message.encode()) * 3 // 4)
+    return status
 
 
 def _pack(message: Message) -> any_pb2.Any:
