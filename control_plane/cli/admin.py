@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from control_plane.cli.connection import add_server_flag, report, server_address
+from control_plane.cli.connection import add_server_flag, open_client, report, server_address
 from control_plane.cli.number_flags import LONGEST_S, number, whole
 from control_plane.exit_codes import INTERRUPTED, OK
 from maniple_client import Client, ManipleError
@@ -147,7 +147,7 @@ def _add_flags(verb: str, add: Callable[..., Any]) -> None:
 def run(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     address = server_address(arguments)
-    with Client(address) as client:
+    with open_client(arguments, "maniple admin") as client:
         try:
             _VERBS[arguments.verb][0](client, arguments)
         except ManipleError as error:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from control_plane.cli.connection import (
-    RESUME_FOR_S,
     add_sampling_flags,
     add_server_flag,
+    open_client,
     report,
     sampling_options,
     server_address,
@@ -84,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
     on_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text end neither the program nor the conversation
-    with Client(address, resume_for_s=RESUME_FOR_S) as client:
+    with open_client(arguments, "maniple chat") as client:
         try:
             model = client.get_model(arguments.model)
         except ManipleError as error:

@@ -9,12 +9,21 @@ from collections.abc import Mapping
 
 from control_plane.cli.command_name import command_name
 from control_plane.cli.number_flags import finite_at_least_0, number, whole
-from control_plane.exit_codes import FAILURE
+from control_plane.exit_codes import FAILURE, USAGE
+from maniple_client import Client, Tls, token_in
 from maniple_client.channel import DEFAULT_ADDRESS
 from maniple_client.errors import ManipleError, TransportLost
 from service_chassis.settings import above, at_least
 
 SERVER_VARIABLE = "MANIPLE_SERVER"
+# Files of a client. Not the variables of a server, which may run in the same environment.
+_FILES = {
+    "token_file": ("--token-file", "MANIPLE_CLIENT_TOKEN_FILE", "bearer token that says who calls"),
+    "tls_ca": ("--tls-ca", "MANIPLE_CLIENT_TLS_CA", "authorities of the server, PEM; system: the system's"),
+    "tls_certificate": ("--tls-certificate", "MANIPLE_CLIENT_TLS_CERTIFICATE", "certificate to show, PEM"),
+    "tls_key": ("--tls-key", "MANIPLE_CLIENT_TLS_KEY", "its private key, PEM"),
+}
+_NAME_VARIABLE = "MANIPLE_CLIENT_TLS_SERVER_NAME"
 # How long a command looks for a generation whose server is gone: somebody is watching.
 RESUME_FOR_S = 5.0
 
@@ -25,6 +34,37 @@ def add_server_flag(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help=f"HOST:PORT or unix:PATH of the server (default {DEFAULT_ADDRESS}) [{SERVER_VARIABLE}]",
     )
+
+    group = parser.add_argument_group("security")
+    for flag, variable, what in _FILES.values():
+        group.add_argument(flag, metavar="FILE", help=f"{what} [{variable}]")
+    group.add_argument(
+        "--tls-server-name",
+        metavar="NAME",
+        help=f"what the server's certificate must be for, if not for the host of --server [{_NAME_VARIABLE}]",
+    )
+
+
+def open_client(arguments: argparse.Namespace, command: str, environ: Mapping[str, str] = os.environ) -> Client:
+    """Return a client of the server that the flags name.
+
+    Raises:
+        SystemExit: a file cannot be read, or a token would travel in plaintext; said on standard error.
+    """
+    given = {name: getattr(arguments, name) or environ.get(variable, "") for name, (_, variable, _) in _FILES.items()}
+    server_name = arguments.tls_server_name or environ.get(_NAME_VARIABLE, "")
+    tls = None
+    try:
+        if given["tls_ca"] or given["tls_certificate"] or given["tls_key"] or server_name:
+            ca = "" if given["tls_ca"] == "system" else given["tls_ca"]
+            tls = Tls(ca=ca, certificate=given["tls_certificate"], key=given["tls_key"], server_name=server_name)
+        token = token_in(given["token_file"]) if given["token_file"] else None
+        if token is not None:
+            token()
+        return Client(server_address(arguments, environ), tls=tls, token=token, resume_for_s=RESUME_FOR_S)
+    except (OSError, ValueError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        raise SystemExit(USAGE) from None
 
 
 def server_address(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:

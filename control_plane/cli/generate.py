@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from control_plane.cli.connection import (
-    RESUME_FOR_S,
     add_sampling_flags,
     add_server_flag,
+    open_client,
     report,
     sampling_options,
     server_address,
 )
 from control_plane.cli.number_flags import LONGEST_S, number, whole
 from control_plane.exit_codes import FAILURE, INTERRUPTED, OK, USAGE
-from maniple_client import Chunk, Client, Done, GenerationStream, ManipleError
+from maniple_client import Chunk, Done, GenerationStream, ManipleError
 from service_chassis.settings import above
 
 EPILOG = """\
@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
         text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
         options |= {"messages": [{"role": "user", "content": text}]} if arguments.chat else {"prompt": text}
     address = server_address(arguments)
-    with Client(address, resume_for_s=RESUME_FOR_S) as client:
+    with open_client(arguments, "maniple generate") as client:
         try:
             stream = client.generate(model=arguments.model, timeout_s=arguments.timeout_s, **options)
         except ValueError as error:  # a number that no message can hold

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from control_plane.cli.connection import add_server_flag, report, server_address
+from control_plane.cli.connection import add_server_flag, open_client, report, server_address
 from control_plane.cli.number_flags import LONGEST_S, number
 from control_plane.exit_codes import FAILURE, INTERRUPTED, OK
 from maniple.v1 import admin_pb2
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     address = server_address(arguments)
-    with Client(address) as client:
+    with open_client(arguments, "maniple status") as client:
         try:
             if not arguments.watch:
                 status = client.status()

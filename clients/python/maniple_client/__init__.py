@@ -28,6 +28,7 @@ from maniple_client.errors import (
 )
 from maniple_client.events import Chunk, Done, Event, Finished, Logprobs, Sample, Started, TokenLogprob, Transcript
 from maniple_client.requests import Embedding, Message, Options, Sampling
+from maniple_client.security import Tls, token_in
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -62,10 +63,12 @@ __all__ = [
     "Sample",
     "Sampling",
     "Started",
+    "Tls",
     "TokenLogprob",
     "Transcript",
     "TransportLost",
     "Unauthenticated",
     "Unavailable",
     "WrongState",
+    "token_in",
 ]

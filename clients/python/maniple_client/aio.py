@@ -14,7 +14,14 @@ from maniple.v1 import admin_pb2, inference_pb2
 from maniple_client.admin import AsyncAdmin
 from maniple_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
 from maniple_client.client import _CALL_TIMEOUT_S
-from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error, richer
+from maniple_client.errors import (
+    ManipleError,
+    PermissionDenied,
+    Unauthenticated,
+    from_rpc_error,
+    from_stream_error,
+    richer,
+)
 from maniple_client.events import Event, Transcript, event_of
 from maniple_client.recovery import RESUME_FOR_S, Recovery
 from maniple_client.requests import (
@@ -27,6 +34,7 @@ from maniple_client.requests import (
     tokenize_request,
 )
 from maniple_client.resuming import left_s, open_call, response_of
+from maniple_client.security import Tls, Token
 from maniple_client.servers import Servers
 
 
@@ -140,6 +148,8 @@ class AsyncClient:
         self,
         address: str | Iterable[str] = DEFAULT_ADDRESS,
         *,
+        tls: Tls | None = None,
+        token: Token | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         channel: grpc.aio.Channel | None = None,
         resume_for_s: float = RESUME_FOR_S,
@@ -147,12 +157,21 @@ class AsyncClient:
         """Connect lazily. Arguments as ``Client``."""
 
         def connect(target: str) -> grpc.aio.Channel:
+            if tls is not None and not target.startswith("unix:"):
+                options = [*CHANNEL_OPTIONS, *tls.options()]
+                return grpc.aio.secure_channel(target, tls.credentials(), options=options)
             if credentials is not None:
                 return grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
             return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
 
         self._resume_for_s = resume_for_s
-        self._servers = Servers("" if channel else address, (lambda _: channel) if channel else connect)
+        self._servers = Servers(
+            "" if channel else address,
+            (lambda _: channel) if channel else connect,
+            tls=tls,
+            token=token,
+            is_plaintext=tls is None and credentials is None and channel is None,
+        )
 
     @property
     def _inference(self) -> Any:
@@ -265,7 +284,10 @@ class AsyncClient:
         return answer
 
     async def wait_until_ready(self, *, timeout_s: float, poll_s: float = 0.1) -> admin_pb2.GetStatusResponse:
-        """Wait until the server accepts requests. Raises the last error when ``timeout_s`` has passed."""
+        """Wait until the server accepts requests. Raises the last error when ``timeout_s`` has passed.
+
+        Needs the scope status, where callers have scopes, and the address where AdminService is served.
+        """
         end = time.monotonic() + timeout_s
         while True:
             left_s = end - time.monotonic()
@@ -274,6 +296,8 @@ class AsyncClient:
                 if status.ready:
                     return status
                 last = ManipleError(grpc.StatusCode.UNAVAILABLE, status.not_ready_reason or "not ready")
+            except (PermissionDenied, Unauthenticated):
+                raise
             except ManipleError as error:
                 last = error
             if left_s <= 0:

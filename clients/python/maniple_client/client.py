@@ -13,7 +13,14 @@ import grpc
 from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from maniple_client.admin import Admin
 from maniple_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
-from maniple_client.errors import ManipleError, from_rpc_error, from_stream_error, richer
+from maniple_client.errors import (
+    ManipleError,
+    PermissionDenied,
+    Unauthenticated,
+    from_rpc_error,
+    from_stream_error,
+    richer,
+)
 from maniple_client.events import Event, Transcript, event_of
 from maniple_client.recovery import RESUME_FOR_S, Recovery
 from maniple_client.requests import (
@@ -26,6 +33,7 @@ from maniple_client.requests import (
     tokenize_request,
 )
 from maniple_client.resuming import left_s, open_call, response_of
+from maniple_client.security import Tls, Token
 from maniple_client.servers import Servers
 
 _CALL_TIMEOUT_S = 30.0
@@ -143,26 +151,40 @@ class Client:
         self,
         address: str | Iterable[str] = DEFAULT_ADDRESS,
         *,
+        tls: Tls | None = None,
+        token: Token | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         channel: grpc.Channel | None = None,
         resume_for_s: float = RESUME_FOR_S,
     ) -> None:
-        """Connect lazily, in plaintext unless ``credentials`` are given.
+        """Connect lazily, in plaintext unless ``tls`` or ``credentials`` are given.
 
         Args:
             address: HOST:PORT or unix:PATH of a server; or of several, in order of preference.
-            credentials: for TLS.
+            tls: files for TLS, which may be replaced at any time. Unix sockets are reached without.
+            token: a bearer token that every call carries, or what returns it, such as ``token_in(path)``. It is sent
+                in plaintext to this machine only.
+            credentials: for TLS, instead of ``tls``.
             channel: used instead of a new connection to a single address.
             resume_for_s: how long a broken generation is looked for before its stream raises. 0: it raises at once.
         """
 
         def connect(target: str) -> grpc.Channel:
+            if tls is not None and not target.startswith("unix:"):
+                options = [*CHANNEL_OPTIONS, *tls.options()]
+                return grpc.secure_channel(target, tls.credentials(), options=options)
             if credentials is not None:
                 return grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
             return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
 
         self._resume_for_s = resume_for_s
-        self._servers = Servers("" if channel else address, (lambda _: channel) if channel else connect)
+        self._servers = Servers(
+            "" if channel else address,
+            (lambda _: channel) if channel else connect,
+            tls=tls,
+            token=token,
+            is_plaintext=tls is None and credentials is None and channel is None,
+        )
 
     @property
     def _inference(self) -> inference_pb2_grpc.InferenceServiceStub:
@@ -290,7 +312,10 @@ class Client:
         return self._unary(self._admin.GetStatus, admin_pb2.GetStatusRequest(), timeout_s)
 
     def wait_until_ready(self, *, timeout_s: float, poll_s: float = 0.1) -> admin_pb2.GetStatusResponse:
-        """Wait until the server accepts requests. Raises the last error when ``timeout_s`` has passed."""
+        """Wait until the server accepts requests. Raises the last error when ``timeout_s`` has passed.
+
+        Needs the scope status, where callers have scopes, and the address where AdminService is served.
+        """
         end = time.monotonic() + timeout_s
         while True:
             left_s = end - time.monotonic()
@@ -299,6 +324,8 @@ class Client:
                 if status.ready:
                     return status
                 last = ManipleError(grpc.StatusCode.UNAVAILABLE, status.not_ready_reason or "not ready")
+            except (PermissionDenied, Unauthenticated):
+                raise
             except ManipleError as error:
                 last = error
             if left_s <= 0:
