@@ -6,7 +6,7 @@ forgets to think about is closed. Who the caller is, handlers learn from ``curre
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,11 @@ class Authentication:
     def is_configured(self) -> bool:
         """Whether anybody can be told from anybody else."""
         return self.callers is not None or self.jwt is not None or self.certificates
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether bearer tokens mean anything here. Elsewhere they are others' affair, such as a mesh's."""
+        return self.callers is not None or self.jwt is not None
 
     def of_token(self, token: str) -> Caller:
         """Return whose bearer token it is. Raises ``Unauthenticated``."""
@@ -137,7 +142,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return None
         authentication = self._policy.authentication
         try:
-            token = bearer_token(metadata)
+            token = bearer_token(metadata) if authentication.knows_tokens else None
             known = None if token is None else caller_behind_relay(authentication.of_token(token), metadata, token=True)
             if known is not None or not authentication.certificates:
                 caller = self._policy.check(method, known)
