@@ -15,6 +15,9 @@ from typing import NamedTuple, Protocol
 
 from control_plane.scheduling.block_events import BlockEvent, BlockStored, CacheCleared
 from service_chassis.errors import EventsLost
+from service_chassis.telemetry import get_logger
+
+logger = get_logger()
 
 # Batches of one group that are kept for followers. A batch a step: a follower may be so many steps behind.
 MAX_BATCHES = 4096
@@ -128,11 +131,13 @@ class KvFollower:
         for log in self._logs:
             log.follow(self._wake)
         self._told = [log.sequence for log in self._logs]
+        logger.info("kv_events.followed", num_groups=len(self._logs))
         return self
 
     def __exit__(self, *_: object) -> None:
         for log in self._logs:
             log.unfollow(self._wake)
+        logger.info("kv_events.left", num_groups=len(self._logs))
 
     @property
     def is_any_alive(self) -> bool:

@@ -162,17 +162,22 @@ class BlockPool:
 
     def stored(self) -> tuple[list[BlockStored], int]:
         """Return every named block, parents before children, and how many there are of unknown contents. O(named)."""
-        known = {named.name: named.contents for named in self._named.values() if named.contents is not None}
-        found: dict[bytes, BlockStored] = {}
-        for name in known:
-            chain = []  # from a block up to a parent that was found already, or is not here
-            at: bytes | None = name
-            while at is not None and at in known and at not in found:
-                chain.append(at)
-                at = known[at].parent
-            for each in reversed(chain):
-                found[each] = BlockStored(each, known[each])
-        return list(found.values()), len(self._named) - len(found)
+        # Where a parent was evicted and came back, it got its name after its children: they wait for it.
+        late = {name for name, _, contents in self._named.values() if contents is not None}
+        orphans: dict[bytes, list[BlockStored]] = {}  # name of the parent -> children
+        ordered: list[BlockStored] = []
+        for name, _, contents in self._named.values():
+            if contents is None:
+                continue
+            if contents.parent in late:
+                orphans.setdefault(contents.parent, []).append(BlockStored(name, contents))
+                continue
+            found = [BlockStored(name, contents)]
+            for stored in found:  # grows by the children of what is in it
+                late.discard(stored.name)
+                found += orphans.pop(stored.name, ())
+            ordered += found
+        return ordered, len(self._named) - len(ordered)
 
     def check_integrity(self, tables: Iterable[Sequence[BlockId]]) -> None:
         """Raise AssertionError unless the pool agrees with the tables of all rows."""
