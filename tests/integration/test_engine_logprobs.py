@@ -9,74 +9,12 @@ from typing import Any
 import pytest
 
 from control_plane.engine import Engine
-from control_plane.generation import Chunk, Cursor, Done, FinishReason, PromptLogprobs, SampleFinished, TextChoice
-from service_chassis.protocol.logprobs import Logprobs
+from control_plane.generation import Cursor, FinishReason, TextChoice
+from control_plane.live_request import resumed_stream
 from support.engine_harness import generation, running_engine, scripted
+from support.logprobs import Heard, check, expected, of_output, of_prompt, told
 from support.scripted_reference import VOCAB, logits, seeded
 from worker_service.step_work import PROCESSED_LOGPROBS, RAW_LOGITS
-
-# id, value and rank of the token, then ids and values of the likeliest
-Position = tuple[int, float, int, list[int], list[float]]
-
-
-def expected(tokens: list[int], token: int, k: int, *, mode: int = 0, banned: tuple[int, ...] = ()) -> Position:
-    """Say by definition what is told of ``token`` behind ``tokens``."""
-    scores = [-math.inf if one in banned else score for one, score in enumerate(logits(tokens))]
-    total = math.log(sum(math.exp(score) for score in scores))
-    values = scores if mode == RAW_LOGITS else [score - total for score in scores]
-    order = sorted(range(VOCAB), key=lambda one: (-scores[one], one))
-    return token, values[token], 1 + order.index(token), order[:k], [values[one] for one in order[:k]]
-
-
-def told(columns: Logprobs) -> list[Position | None]:
-    """Return the positions of columns; None where one says nothing."""
-    found: list[Position | None] = []
-    for index, rank in enumerate(columns.ranks):
-        ids = list(columns.token_ids[index * columns.width : (index + 1) * columns.width])
-        values = list(columns.values[index * columns.width : (index + 1) * columns.width])
-        found.append((ids[0], values[0], rank, ids[1:], values[1:]) if rank else None)
-    return found
-
-
-def check(columns: Logprobs | None, wanted: list[Position | None]) -> None:
-    assert columns is not None
-    got = told(columns)
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert (one[0], one[2], one[3]) == (other[0], other[2], other[3])
-            assert [one[1], *one[4]] == pytest.approx([other[1], *other[4]], abs=2e-5)
-
-
-class Heard:
-    """What one stream brought, with chunks put together."""
-
-    def __init__(self) -> None:
-        self.prompt: list[Logprobs] = []
-        self.token_ids: dict[int, list[int]] = {}
-        self.logprobs: dict[int, Logprobs] = {}
-        self.text: dict[int, str] = {}
-        self.finished: dict[int, SampleFinished] = {}
-        self.num_chunks = 0
-        self.done: Done | None = None
-
-    def take(self, event: Any) -> None:
-        match event:
-            case PromptLogprobs():
-                assert not self.token_ids, "it comes before the first token"
-                self.prompt.append(event.columns)
-            case Chunk():
-                self.num_chunks += 1
-                self.token_ids.setdefault(event.index, []).extend(event.token_ids)
-                self.text[event.index] = self.text.get(event.index, "") + event.text
-                if event.logprobs is not None:
-                    assert len(event.logprobs) == len(event.token_ids)
-                    self.logprobs.setdefault(event.index, Logprobs(event.logprobs.width)).extend(event.logprobs)
-            case SampleFinished():
-                self.finished[event.index] = event
-            case Done():
-                self.done = event
 
 
 async def heard(engine: Engine, name: str, prompt: list[int], **options: Any) -> Heard:
@@ -141,9 +79,8 @@ async def test_prompt_is_told_across_chunks_as_in_one_piece(num_tokens: int) -> 
         got = await heard(engine, "a", prompt, num_prompt_logprobs=2, max_tokens=2)
         again = await heard(engine, "b", prompt, num_prompt_logprobs=2, max_tokens=2)
         reader = await heard(engine, "c", prompt, max_tokens=2)
-    wanted = [None, *(expected(prompt[:place], prompt[place], 2) for place in range(1, num_tokens))]
     (columns,) = got.prompt
-    check(columns, wanted)
+    check(columns, of_prompt(prompt, 2))
     assert again.prompt == got.prompt
     assert got.logprobs == {}
     # It does not read the prefix cache, and fills it.
@@ -174,13 +111,10 @@ async def test_nothing_is_told_twice_or_left_out_when_blocks_are_scarce() -> Non
         assert engine.status().num_preemptions >= 5
     for prompt, got in zip(prompts, collected, strict=True):
         (columns,) = got.prompt
-        check(columns, [None, *(expected(prompt[:place], prompt[place], 1) for place in range(1, len(prompt)))])
+        check(columns, of_prompt(prompt, 1))
         for index, output in got.token_ids.items():
             assert len(output) == 25
-            check(
-                got.logprobs[index],
-                [expected(prompt + output[:place], token, 1) for place, token in enumerate(output)],
-            )
+            check(got.logprobs[index], of_output(prompt, output, 1))
 
 
 async def test_each_sample_is_told_of_its_own_tokens_and_the_prompt_once() -> None:
@@ -189,11 +123,11 @@ async def test_each_sample_is_told_of_its_own_tokens_and_the_prompt_once() -> No
             engine, "a", PROMPT, n=3, temperature=1.0, seed=9, num_logprobs=1, num_prompt_logprobs=0, max_tokens=5
         )
     (columns,) = got.prompt
-    check(columns, [None, *(expected(PROMPT[:place], PROMPT[place], 0) for place in range(1, len(PROMPT)))])
+    check(columns, of_prompt(PROMPT, 0))
     for index in range(3):
         output = got.token_ids[index]
         assert output == seeded(PROMPT, 5, 9, index, 1.0)
-        check(got.logprobs[index], [expected(PROMPT + output[:place], output[place], 1) for place in range(5)])
+        check(got.logprobs[index], of_output(PROMPT, output, 1))
 
 
 async def test_tokens_behind_a_stop_string_are_told_nothing_of() -> None:
@@ -209,37 +143,26 @@ async def test_tokens_behind_a_stop_string_are_told_nothing_of() -> None:
 async def test_client_that_reads_late_gets_everything_in_order() -> None:
     async with running_engine() as engine:
         stream = await engine.generate(generation("a", PROMPT, num_logprobs=2, max_tokens=40))
-        while engine.status().num_running or engine.status().num_waiting:
-            await _turn()
+        await engine.wait_idle()
         got = Heard()
         async for event in stream:
             got.take(event)
     assert got.num_chunks < 40
-    output = got.token_ids[0]
-    check(got.logprobs[0], [expected(PROMPT + output[:place], output[place], 2) for place in range(40)])
+    assert len(got.token_ids[0]) == 40
+    check(got.logprobs[0], of_output(PROMPT, got.token_ids[0], 2))
 
 
 async def test_resumed_stream_is_told_of_what_lies_behind_its_cursor() -> None:
     async with running_engine() as engine:
         first = Heard()
         stream = await engine.generate(generation("a", PROMPT, num_logprobs=1, num_prompt_logprobs=1, max_tokens=20))
-        started: Any = await anext(stream)
         async for event in stream:
             first.take(event)
         live = engine._ids.record(stream.generation.request_id, engine.now())
         assert live is not None
-        assert started.resume_token == live.right.token.hex()
-        from control_plane.live_request import resumed_stream
-
         second = Heard()
         async for event in resumed_stream(live, live.right.token, "", [Cursor(index=0, num_tokens=13)]):
             second.take(event)
     assert second.token_ids[0] == first.token_ids[0][13:]
     assert second.logprobs[0] == first.logprobs[0].part(13)
     assert second.prompt == first.prompt
-
-
-async def _turn() -> None:
-    import asyncio
-
-    await asyncio.sleep(0.005)

@@ -76,13 +76,13 @@ class OutputLogprobs:
 
     def __init__(self, asked: Mapping[int, AskedLogprobs], rows: Int32Array) -> None:
         """Find who asked among ``rows``, req_index values in the order of the scores."""
-        self.shapes: list[tuple[int, int]] = []  # (req_index, likeliest), in the order of the rows
+        self.shapes: list[tuple[int, int, int]] = []  # (place in ``rows``, req_index, likeliest), in order
         self._asked: dict[int, list[tuple[int, int, int]]] = {}  # mode -> (place in ``rows``, req_index, likeliest)
         self._noted: dict[int, Any] = {}  # mode -> [num_places, vocab_size]
         for place, row in enumerate(rows.tolist()) if asked else ():
             one = asked.get(row)
             if one is not None and one.num_output is not None:
-                self.shapes.append((row, one.num_output))
+                self.shapes.append((place, row, one.num_output))
                 self._asked.setdefault(one.mode, []).append((place, row, one.num_output))
 
     def __bool__(self) -> bool:
@@ -102,10 +102,14 @@ class OutputLogprobs:
                 self._noted[mode] = scores[[place for place, _, _ in asked]]  # a copy
 
     def take(self, chosen: Int32Array, report: Report) -> dict[int, Logprobs]:
-        """Return req_index -> one position, for all of ``shapes``; ``chosen`` are the tokens of all rows."""
+        """Return req_index -> one position, for all of ``shapes``.
+
+        ``chosen`` are the tokens of all rows; below 0 a row has none, and what is returned for it means nothing.
+        """
         found: dict[int, Logprobs] = {}
         for mode, asked in self._asked.items():
-            tokens, most = chosen[[place for place, _, _ in asked]], max(count for _, _, count in asked)
+            tokens = np.maximum(chosen[[place for place, _, _ in asked]], 0)
+            most = max(count for _, _, count in asked)
             said = report(self._noted[mode], tokens, most, mode != RAW_LOGITS)
             for index, (_, row, count) in enumerate(asked):
                 found[row] = said.columns(index, index + 1, count)
@@ -168,7 +172,7 @@ class StepLogprobs:
             sampled: req_index -> of its token, for all of ``output``.
             prompts: of ``spans``, in order.
         """
-        told = [*(sampled[row] for row, _ in self.output.shapes), *prompts]
+        told = [*(sampled[row] for _, row, _ in self.output.shapes), *prompts]
         return token_ids.tobytes() + b"".join(columns.to_bytes() for columns in told)
 
     def from_bytes(self, raw: Bytes) -> tuple[Int32Array, tuple[RowLogprobs, ...]]:
@@ -177,7 +181,11 @@ class StepLogprobs:
         if not self.output and not self.spans:
             return token_ids, ()
         reader = _Reader(raw, token_ids.nbytes)
-        of_output = {row: reader.take(1, num_likeliest) for row, num_likeliest in self.output.shapes}
+        of_output: dict[int, Logprobs] = {}
+        for place, row, num_likeliest in self.output.shapes:
+            columns = reader.take(1, num_likeliest)
+            if token_ids[place] >= 0:  # else the row got none
+                of_output[row] = columns
         of_prompt = {span.req_index: (reader.take(span.count, span.num_likeliest), span) for span in self.spans}
         told = []
         for row in sorted(of_output.keys() | of_prompt.keys()):

@@ -126,7 +126,7 @@ def test_each_row_is_told_of_the_scores_and_as_many_as_it_asked_for() -> None:
     scores.zero_()
     chosen = np.array([10, 20, 30, 40, 50], np.int32)
     found = noting.take(chosen, report_tensors)
-    assert noting.shapes == [(1, 2), (5, 0), (11, 3)]
+    assert noting.shapes == [(0, 1, 2), (2, 5, 0), (4, 11, 3)]
     assert {row: one.width for row, one in found.items()} == {1: 3, 5: 1, 11: 4}
     assert found[1] == of_tensors(raw[:1], [10], 2, True).columns(0, 1, 2)
     assert found[5].values[0] == raw[2, 30]
@@ -164,6 +164,16 @@ def test_what_one_rank_decided_reads_the_same_on_every_rank() -> None:
     assert told[0].sampled == of_tensors(scores[:1], [8], 1, True).columns(0, 1, 1)
     assert told[1].prompt == prompts[0]
     assert (told[2].sampled, told[2].prompt) == (of_tensors(scores[1:2], [9], 0, True).columns(0, 1, 0), prompts[1])
+
+
+def test_row_that_got_no_token_is_told_nothing() -> None:
+    asks = {1: asked(num_logprobs=1), 2: asked(num_logprobs=1)}
+    telling = StepLogprobs(asks, replace(chunks((1, 5, 1), (2, 7, 1)), samples=np.array([True, True])), np.ones(9, int))
+    telling.output.note_raw(random_scores(2))
+    chosen = np.array([-1, 8], np.int32)
+    token_ids, told = telling.from_bytes(telling.to_bytes(chosen, telling.output.take(chosen, report_tensors), []))
+    assert token_ids.tolist() == [-1, 8]
+    assert [one.req_index for one in told] == [2]
 
 
 def test_rows_that_did_not_ask_cost_nothing() -> None:
