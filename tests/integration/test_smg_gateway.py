@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -81,21 +82,27 @@ def exchange(port: int, method: str, path: str, body: object = None) -> tuple[in
 
 
 @pytest.fixture(scope="module")
-def gateway_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def gateway_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
+    """Where the gateway answers, and where it tells its metrics."""
     logs = tmp_path_factory.mktemp("gateway")
     model = f"scripted:{json.dumps({'forced': list(ANSWER.encode())})}"
     serve = [sys.executable, "-m", "control_plane.cli", "serve", "--model", model, "--listen", "127.0.0.1:0"]
     serve += ["--served-model-name", "maniple", "--announce", "json"]
     with process(serve, logs / "server", stdout=subprocess.PIPE) as server:
         address = wait_for_server(server, logs / "server")
-        port = free_port()
+        port, metrics_port = free_port(), free_port()
         launch = [sys.executable, "-m", "smg", "launch", "--worker-urls", f"grpc://{address}"]
         launch += ["--host", "127.0.0.1", "--port", str(port)]
         launch += ["--shutdown-grace-period-secs", "1"]
-        launch += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        launch += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
         with process(launch, logs / "gateway", stdout=subprocess.DEVNULL) as gateway:
             wait_for_gateway(gateway, port, logs / "gateway")
-            yield port
+            yield port, metrics_port
+
+
+@pytest.fixture(scope="module")
+def gateway_port(gateway_ports: tuple[int, int]) -> int:
+    return gateway_ports[0]
 
 
 def chat(port: int, **options: object) -> str:
@@ -147,3 +154,28 @@ def test_bad_request_behind_the_gateway_is_the_clients_fault(gateway_port: int) 
     assert status == 400, answer
     assert "vocabulary" in answer
     assert ANSWER in json.loads(chat(gateway_port))["choices"][0]["message"]["content"]
+
+
+def test_gateway_follows_the_prefix_cache_without_a_gap(gateway_ports: tuple[int, int]) -> None:
+    port, metrics_port = gateway_ports
+
+    def told() -> dict[str, int]:
+        """What the gateway counts of the events it was told, as the gateway's own metrics have it."""
+        counted: dict[str, int] = {}
+        for line in exchange(metrics_port, "GET", "/metrics")[1].splitlines():
+            name, _, value = line.rpartition(" ")
+            if name.startswith("smg_kv_event_"):
+                kind = "".join(re.findall(r'(?:disposition|op|outcome|reason)=("\w+")', name)).replace('"', "")
+                counted[f"{name.partition('{')[0].removeprefix('smg_kv_event_')} {kind}".strip()] = int(float(value))
+        return counted
+
+    for number in range(3):
+        chat(port, messages=[{"role": "user", "content": f"{number} has some tokens more than a block"}])
+    deadline = time.monotonic() + PATIENCE_S
+    while (counted := told()).get("blocks_total stored", 0) < 6:
+        assert time.monotonic() < deadline, counted
+        time.sleep(0.05)
+    assert counted["batches_total snapshot"] == counted["resyncs_total snapshot"] == 1
+    assert counted["batches_total applied"] > 0
+    wrong = ("gaps_total", "missed_batches_total", "parentless", "subscription_failures_total")
+    assert not {name: count for name, count in counted.items() if name.startswith(wrong) and count}
