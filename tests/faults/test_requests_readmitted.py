@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.generation import Chunk, Done, FinishReason, Generation, SampleFinished, Started, TextChoice
+from control_plane.generation import Chunk, FinishReason, Generation, TextChoice
 from control_plane.generation_stream import GenerationStream
 from control_plane.group.loss import LossKind, LossReason
 from service_chassis.errors import DuplicateRequest, GroupLost, GroupLostBeforeStart, TakenOver
@@ -34,9 +34,9 @@ def requests(**more: object) -> list[Generation]:
     for number, prompt in enumerate(PROMPTS):
         kind: dict[str, object] = {"max_tokens": 30 + number}
         if number % 2:
-            kind |= {"temperature": 0.9, "seed": 1000 + number}
+            kind |= {"temperature": 0.9, "seed": 1000 + number, "num_logprobs": 1}
         if number in (3, 6):
-            kind["n"] = 3
+            kind |= {"n": 3, "num_prompt_logprobs": 1}
         if number == 5:
             kind["stop_token_ids"] = frozenset(range(0, 256, 9))
             kind["min_tokens"] = 20
@@ -62,17 +62,9 @@ class Reader:
     async def _read(self, stream: GenerationStream) -> None:
         async for event in stream:
             self.kinds.append(type(event).__name__)
-            match event:
-                case Started():
-                    self.got.started = event
-                case Chunk():
-                    self.num_tokens += len(event.token_ids)
-                    self.got.token_ids.setdefault(event.index, []).extend(event.token_ids)
-                    self.got.text[event.index] = self.got.text.get(event.index, "") + event.text
-                case SampleFinished():
-                    self.got.finished[event.index] = event
-                case Done():
-                    self.got.done = event
+            self.got.take(event)
+            if isinstance(event, Chunk):
+                self.num_tokens += len(event.token_ids)
 
 
 async def read_all(running: RunningFleet, wanted: Sequence[Generation]) -> list[Reader]:
@@ -85,6 +77,8 @@ def assert_undisturbed(readers: Sequence[Reader], expected: dict[str, Collected]
         assert got.token_ids == solo.token_ids, reader.request_id
         assert got.text == solo.text, reader.request_id
         assert got.finished == solo.finished, reader.request_id
+        assert got.logprobs == solo.logprobs, reader.request_id
+        assert got.prompt_logprobs == solo.prompt_logprobs, reader.request_id
         assert reader.kinds.count("Started") == reader.kinds.count("Done") == 1
         assert (reader.kinds[0], reader.kinds[-1]) == ("Started", "Done")
         assert got.done is not None

@@ -11,17 +11,14 @@ import pytest
 from control_plane.engine import Engine
 from control_plane.generation import Cursor, FinishReason, TextChoice
 from control_plane.live_request import resumed_stream
-from support.engine_harness import generation, running_engine, scripted
-from support.logprobs import Heard, check, expected, of_output, of_prompt, told
+from support.engine_harness import Collected, collect, generation, running_engine, scripted
+from support.logprobs import check, expected, of_output, of_prompt, told
 from support.scripted_reference import VOCAB, logits, seeded
 from worker_service.step_work import PROCESSED_LOGPROBS, RAW_LOGITS
 
 
-async def heard(engine: Engine, name: str, prompt: list[int], **options: Any) -> Heard:
-    collected = Heard()
-    async for event in await engine.generate(generation(name, prompt, **options)):
-        collected.take(event)
-    return collected
+async def heard(engine: Engine, name: str, prompt: list[int], **options: Any) -> Collected:
+    return await collect(await engine.generate(generation(name, prompt, **options)))
 
 
 PROMPT = [5, 250, 17, 0, 5, 99, 31]
@@ -49,7 +46,7 @@ async def test_every_token_comes_with_its_rank_and_the_likeliest(mode: int, temp
         for place, token in enumerate(output)
     ]
     check(got.logprobs[0], [*wanted])
-    assert got.prompt == []
+    assert got.prompt_logprobs == []
 
 
 async def test_processed_scores_are_those_behind_bias_and_masks() -> None:
@@ -79,9 +76,9 @@ async def test_prompt_is_told_across_chunks_as_in_one_piece(num_tokens: int) -> 
         got = await heard(engine, "a", prompt, num_prompt_logprobs=2, max_tokens=2)
         again = await heard(engine, "b", prompt, num_prompt_logprobs=2, max_tokens=2)
         reader = await heard(engine, "c", prompt, max_tokens=2)
-    (columns,) = got.prompt
+    (columns,) = got.prompt_logprobs
     check(columns, of_prompt(prompt, 2))
-    assert again.prompt == got.prompt
+    assert again.prompt_logprobs == got.prompt_logprobs
     assert got.logprobs == {}
     # It does not read the prefix cache, and fills it.
     assert again.done is not None
@@ -103,14 +100,10 @@ async def test_nothing_is_told_twice_or_left_out_when_blocks_are_scarce() -> Non
             )
             for number, prompt in enumerate(prompts)
         ]
-        collected = []
-        for stream in streams:
-            collected.append(Heard())
-            async for event in stream:
-                collected[-1].take(event)
+        collected = [await collect(stream) for stream in streams]
         assert engine.status().num_preemptions >= 5
     for prompt, got in zip(prompts, collected, strict=True):
-        (columns,) = got.prompt
+        (columns,) = got.prompt_logprobs
         check(columns, of_prompt(prompt, 1))
         for index, output in got.token_ids.items():
             assert len(output) == 25
@@ -122,7 +115,7 @@ async def test_each_sample_is_told_of_its_own_tokens_and_the_prompt_once() -> No
         got = await heard(
             engine, "a", PROMPT, n=3, temperature=1.0, seed=9, num_logprobs=1, num_prompt_logprobs=0, max_tokens=5
         )
-    (columns,) = got.prompt
+    (columns,) = got.prompt_logprobs
     check(columns, of_prompt(PROMPT, 0))
     for index in range(3):
         output = got.token_ids[index]
@@ -144,25 +137,18 @@ async def test_client_that_reads_late_gets_everything_in_order() -> None:
     async with running_engine() as engine:
         stream = await engine.generate(generation("a", PROMPT, num_logprobs=2, max_tokens=40))
         await engine.wait_idle()
-        got = Heard()
-        async for event in stream:
-            got.take(event)
-    assert got.num_chunks < 40
+        got = await collect(stream)
     assert len(got.token_ids[0]) == 40
     check(got.logprobs[0], of_output(PROMPT, got.token_ids[0], 2))
 
 
 async def test_resumed_stream_is_told_of_what_lies_behind_its_cursor() -> None:
     async with running_engine() as engine:
-        first = Heard()
         stream = await engine.generate(generation("a", PROMPT, num_logprobs=1, num_prompt_logprobs=1, max_tokens=20))
-        async for event in stream:
-            first.take(event)
+        first = await collect(stream)
         live = engine._ids.record(stream.generation.request_id, engine.now())
         assert live is not None
-        second = Heard()
-        async for event in resumed_stream(live, live.right.token, "", [Cursor(index=0, num_tokens=13)]):
-            second.take(event)
+        second = await collect(resumed_stream(live, live.right.token, "", [Cursor(index=0, num_tokens=13)]))
     assert second.token_ids[0] == first.token_ids[0][13:]
     assert second.logprobs[0] == first.logprobs[0].part(13)
-    assert second.prompt == first.prompt
+    assert second.prompt_logprobs == first.prompt_logprobs

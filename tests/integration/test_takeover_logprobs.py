@@ -11,8 +11,8 @@ from typing import Any
 from control_plane.generation import Cursor
 from control_plane.live_request import resumed_stream
 from service_chassis.ids import RequestId
-from support.engine_harness import generation
-from support.logprobs import Heard, check, of_output, of_prompt
+from support.engine_harness import Collected, collect, generation
+from support.logprobs import check, of_output, of_prompt
 from support.owners import Owner
 from support.remote_ranks import remote_ranks
 from support.scripted_reference import seeded
@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-async def read(stream: Any, into: Heard) -> None:
+async def read(stream: Any, into: Collected) -> None:
     async for event in stream:
         into.take(event)
 
@@ -45,9 +45,9 @@ async def test_next_owner_tells_what_was_and_what_will_be_told(tmp_path: Path) -
 
 
 async def take_over(addresses: Sequence[str]) -> None:
-    settings = {"model": SLOW, "max_num_batched_tokens": 16}
+    settings: dict[str, Any] = {"model": SLOW, "max_num_batched_tokens": 16}
     first = await Owner(addresses, **settings).start()
-    before = {name: Heard() for name in PROMPTS}
+    before = {name: Collected() for name in PROMPTS}
     readings = []
     for name, prompt in PROMPTS.items():
         wanted = generation(name, prompt, num_logprobs=2, num_prompt_logprobs=1, **OPTIONS[name])
@@ -69,7 +69,6 @@ async def take_over(addresses: Sequence[str]) -> None:
         started = before[name].started
         assert started is not None
         token = bytes.fromhex(started.resume_token)
-        after = Heard()
         # From the first token on, also where the client has some.
         live = second.engine._live.get(RequestId(name)) or second.engine._ids.record(
             RequestId(name), second.engine.now()
@@ -77,8 +76,8 @@ async def take_over(addresses: Sequence[str]) -> None:
         assert live is not None
         assert live.right.token == token
         cursors = [Cursor(index=0, num_tokens=1)] if name == "ended" else []
-        await read(resumed_stream(live, token, "", cursors), after)
-        (columns,) = after.prompt
+        after = await collect(resumed_stream(live, token, "", cursors))
+        (columns,) = after.prompt_logprobs
         check(columns, of_prompt(prompt, 1))
         options = OPTIONS[name]
         for index, output in after.token_ids.items():

@@ -13,10 +13,21 @@ from control_plane.assembly import build_engine, build_group
 from control_plane.config import ControlPlaneConfig, resolve_auto
 from control_plane.engine import Engine
 from control_plane.engine_status import RequestIds
-from control_plane.generation import Chunk, Done, Generation, SampleFinished, SamplingChoice, Started, TextChoice
+from control_plane.generation import (
+    Chunk,
+    Done,
+    Event,
+    Generation,
+    PromptLogprobs,
+    SampleFinished,
+    SamplingChoice,
+    Started,
+    TextChoice,
+)
 from control_plane.generation_stream import GenerationStream
 from control_plane.text.model_text import load_model_text
 from service_chassis.ids import RequestId
+from service_chassis.protocol.logprobs import Logprobs
 
 END = 256  # end of text of the scripted model's byte vocabulary
 
@@ -56,26 +67,38 @@ class Collected:
     token_ids: dict[int, list[int]] = field(default_factory=dict)  # sample index -> ids
     text: dict[int, str] = field(default_factory=dict)
     finished: dict[int, SampleFinished] = field(default_factory=dict)
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     done: Done | None = None
+
+    def take(self, event: Event) -> None:
+        """Note what an event brings."""
+        match event:
+            case Started():
+                assert self.started is None
+                self.started = event
+            case PromptLogprobs():
+                assert not self.token_ids
+                self.prompt_logprobs.append(event.columns)
+            case Chunk():
+                assert event.index not in self.finished
+                self.token_ids.setdefault(event.index, []).extend(event.token_ids)
+                self.text[event.index] = self.text.get(event.index, "") + event.text
+                if event.logprobs is not None:
+                    assert len(event.logprobs) == len(event.token_ids)
+                    self.logprobs.setdefault(event.index, Logprobs(event.logprobs.width)).extend(event.logprobs)
+            case SampleFinished():
+                assert event.index not in self.finished
+                self.finished[event.index] = event
+            case Done():
+                self.done = event
 
 
 async def collect(stream: GenerationStream) -> Collected:
     """Read a stream to its end."""
     got = Collected()
     async for event in stream:
-        match event:
-            case Started():
-                assert got.started is None
-                got.started = event
-            case Chunk():
-                assert event.index not in got.finished
-                got.token_ids.setdefault(event.index, []).extend(event.token_ids)
-                got.text[event.index] = got.text.get(event.index, "") + event.text
-            case SampleFinished():
-                assert event.index not in got.finished
-                got.finished[event.index] = event
-            case Done():
-                got.done = event
+        got.take(event)
     return got
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
-from control_plane.generation import Chunk, Done, PromptLogprobs, SampleFinished, Started
 from service_chassis.protocol.logprobs import Logprobs
 from support.scripted_reference import VOCAB, logits
 from worker_service.step_work import RAW_LOGITS
@@ -44,39 +42,6 @@ def check(columns: Logprobs | None, wanted: list[Position | None]) -> None:
         if one is not None and other is not None:
             assert (one[0], one[2], one[3]) == (other[0], other[2], other[3])
             assert [one[1], *one[4]] == pytest.approx([other[1], *other[4]], abs=2e-5)
-
-
-class Heard:
-    """What one stream brought, with chunks put together."""
-
-    def __init__(self) -> None:
-        self.started: Started | None = None
-        self.prompt: list[Logprobs] = []
-        self.token_ids: dict[int, list[int]] = {}
-        self.logprobs: dict[int, Logprobs] = {}
-        self.text: dict[int, str] = {}
-        self.finished: dict[int, SampleFinished] = {}
-        self.num_chunks = 0
-        self.done: Done | None = None
-
-    def take(self, event: Any) -> None:
-        match event:
-            case Started():
-                self.started = event
-            case PromptLogprobs():
-                assert not self.token_ids, "it comes before the first token"
-                self.prompt.append(event.columns)
-            case Chunk():
-                self.num_chunks += 1
-                self.token_ids.setdefault(event.index, []).extend(event.token_ids)
-                self.text[event.index] = self.text.get(event.index, "") + event.text
-                if event.logprobs is not None:
-                    assert len(event.logprobs) == len(event.token_ids)
-                    self.logprobs.setdefault(event.index, Logprobs(event.logprobs.width)).extend(event.logprobs)
-            case SampleFinished():
-                self.finished[event.index] = event
-            case Done():
-                self.done = event
 
 
 def of_output(prompt: list[int], output: list[int], k: int) -> list[Position | None]:
