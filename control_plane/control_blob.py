@@ -32,8 +32,8 @@ class ResumeRight:
     client_identity: str = ""
 
     def fits(self, token: bytes, client_identity: str) -> bool:
-        """Compare in constant time. Where no identity is bound the token alone is the right."""
-        return secrets.compare_digest(token, self.token) and self.client_identity in ("", client_identity)
+        """Compare in constant time. A control plane that resumes for a client comes in that client's name."""
+        return secrets.compare_digest(token, self.token) and client_identity == self.client_identity
 
 
 def draw_resume_right(client_identity: str) -> ResumeRight:

@@ -87,10 +87,7 @@ class LiveRequest:
             )
             for _ in range(sampling.n)
         ]
-        if right is None:
-            # The token of a client that cannot resume is known to control planes alone, and one of them will use it.
-            right = draw_resume_right(generation.client_identity if generation.client_resumes else "")
-        live = cls(generation, stream, now, right, samples)
+        live = cls(generation, stream, now, right or draw_resume_right(generation.client_identity), samples)
         if sampling.num_prompt_logprobs is not None:
             # Nothing precedes the first token.
             live.prompt_logprobs = Logprobs(sampling.num_prompt_logprobs + 1, num_unknown=1)

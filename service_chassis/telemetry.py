@@ -58,7 +58,8 @@ def configure_logging(
     root.handlers[:] = [handler]
     # Other people's libraries are quieter than we are: their debug lines may hold request bodies.
     root.setLevel(max(number, logging.WARNING))
-    logging.getLogger("maniple").setLevel(number)
+    for ours in ("maniple", "control_plane", "worker_service", "service_chassis"):
+        logging.getLogger(ours).setLevel(number)
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(number),

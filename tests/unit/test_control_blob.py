@@ -96,10 +96,10 @@ def test_resume_right_fits_only_its_token_and_its_caller():
     assert not right.fits(b"", "alice")
 
 
-def test_right_of_nobody_in_particular_fits_its_token_alone():
+def test_right_of_a_caller_whom_nobody_knows_fits_nobody_who_is_known():
     right = draw_resume_right("")
     assert right.fits(right.token, "")
-    assert right.fits(right.token, "a control plane")
+    assert not right.fits(right.token, "a control plane")
     assert not right.fits(draw_resume_right("").token, "")
 
 
