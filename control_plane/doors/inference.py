@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from control_plane.doors import converters, prompts
-from control_plane.doors.calls import Context, call_facts, caller_identity, events, stream_events
+from control_plane.doors.calls import Context, call_facts, events, stream_events
 from control_plane.doors.embeddings import embed, to_embedding
 from control_plane.doors.limits import MAX_DETOKENIZE_CONTEXTS, MAX_TOKENIZE_CHARS, check_count, check_token_ids
 from control_plane.doors.served_model import ServedModel
