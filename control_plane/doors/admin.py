@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from control_plane.doors.calls import Context
 from control_plane.doors.limits import check_number
@@ -15,6 +15,11 @@ from control_plane.pause import PauseMode
 from maniple.v1 import admin_pb2, admin_pb2_grpc
 from maniple.v1.admin_pb2 import GroupStatus
 from service_chassis.errors import InvalidParameter, NotBuilt
+from service_chassis.telemetry import get_logger
+
+log = get_logger()
+
+T = TypeVar("T")
 
 SERVICE = "maniple.v1.AdminService"
 _DRAIN_REPORT_S = 0.5
@@ -44,7 +49,7 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         self._version = version
         self._drain = drain
         self._uptime_s = uptime_s
-        self._under_way: set[asyncio.Task[Any]] = set()  # goes on when the caller that began it is gone
+        self._under_way: set[asyncio.Future[Any]] = set()  # goes on when the caller that began it is gone
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
         status = self._fleet.status()
@@ -67,9 +72,7 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> AsyncGenerator[admin_pb2.DrainResponse, None]:
         deadline_s = check_number("deadline_s", request.deadline_s, 0.0)
-        task = asyncio.ensure_future(self._drain(deadline_s or None))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        task = self._carry_out(self._drain(deadline_s or None))
         while True:
             await asyncio.wait({task}, timeout=_DRAIN_REPORT_S)
             status = self._fleet.status()
@@ -130,11 +133,20 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.IsSleepingResponse(is_sleeping=bool(tags), tags=tags)
 
     async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Wait for a pause. It is carried out to the end when whoever asked for it is gone."""
-        task = asyncio.ensure_future(self._fleet.pause(mode, clear_cache=clear_cache))
+        await asyncio.shield(self._carry_out(self._fleet.pause(mode, clear_cache=clear_cache)))
+
+    def _carry_out(self, work: Awaitable[T]) -> asyncio.Future[T]:
+        """Begin what goes on to its end also when whoever asked for it is gone."""
+        task = asyncio.ensure_future(work)
         self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        await asyncio.shield(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Future[Any]) -> None:
+        self._under_way.discard(task)
+        # Whoever still waits is told. Where nobody does, asyncio would take it for a failure that went unnoticed.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("operation.failed", reason=str(error), error=type(error).__name__)
 
     async def LoadLora(self, request: admin_pb2.LoadLoraRequest, context: Context) -> admin_pb2.LoadLoraResponse:
         _not_built("LoadLora")

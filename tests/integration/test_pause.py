@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import grpc
@@ -174,7 +175,16 @@ async def test_pause_that_is_lifted_before_it_took_effect_says_so() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="resumed") as caught:
             await pause
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        # Nor is it anybody's failure where its caller has gone meanwhile.
+        unnoticed: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unnoticed.append(context))
+        pause = doors.admin.PauseGeneration(pb.PauseGenerationRequest(mode=pb.PAUSE_MODE_WAIT))
+        await until(lambda: not doors.fleet.ready, "the pause")
+        pause.cancel()
+        doors.fleet.unpause()
         assert doors.fleet.abort_all() == 1
+    gc.collect()
+    assert not unnoticed
 
 
 async def test_pause_outlives_its_caller_and_clears_the_cache_in_the_end() -> None:
