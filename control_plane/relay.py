@@ -7,7 +7,7 @@ be the owner refuse it instead of handing it to and fro.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -79,9 +79,18 @@ class OwnerChannels:
 class Relay(grpc.aio.ServerInterceptor):
     """Passes calls of some services on to the owner while there is no group here."""
 
-    def __init__(self, fleet: KnowsOwner, services: Collection[str], channels: OwnerChannels) -> None:
+    def __init__(
+        self,
+        fleet: KnowsOwner,
+        services: Collection[str],
+        channels: OwnerChannels,
+        *,
+        answered_here: Collection[str] = (),
+    ) -> None:
+        """Pass the methods of ``services`` on, but for those that are ``answered_here`` whatever happens."""
         self._fleet = fleet
         self._services = frozenset(services)
+        self._answered_here = frozenset(answered_here)
         self._channels = channels
 
     async def intercept_service(
@@ -91,7 +100,9 @@ class Relay(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         method: str = handler_call_details.method
         address = self._fleet.relay_address
-        if handler is None or handler.request_streaming or not address or method.split("/")[1] not in self._services:
+        if handler is None or not address or method.split("/")[1] not in self._services:
+            return handler
+        if method in self._answered_here:
             return handler
         if any(key == RELAYED_KEY for key, _ in handler_call_details.invocation_metadata or ()):
             return handler
@@ -124,6 +135,19 @@ class Relay(grpc.aio.ServerInterceptor):
             finally:
                 call.cancel()
 
+        async def relay_both(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes, None]:
+            ask: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
+            call = ask(requests, metadata=_metadata(context, channels), timeout=context.time_remaining())
+            try:
+                async for message in call:
+                    yield message
+            except grpc.aio.AioRpcError as error:
+                await _end_as(error, context)
+            finally:
+                call.cancel()
+
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(relay_both)  # no service has the fourth kind
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(relay_stream)
         return grpc.unary_unary_rpc_method_handler(relay_unary)

@@ -21,7 +21,7 @@ from control_plane.assembly import build_engine, build_group
 from control_plane.caller_share import CallerShare
 from control_plane.config import ControlPlaneConfig
 from control_plane.delta_recorder import DeltaRecorder
-from control_plane.doors import admin, health, inference, vllm_engine
+from control_plane.doors import admin, health, inference, kserve_extra, vllm_engine
 from control_plane.doors.converters import draw_seed
 from control_plane.doors.elsewhere import Elsewhere
 from control_plane.doors.served_model import ServedModel
@@ -55,7 +55,7 @@ T = TypeVar("T")
 Announce = Callable[[Announcement], None]
 
 SERVICES = (inference.SERVICE, vllm_engine.SERVICE, admin.SERVICE, health.SERVICE)
-RELAYED_SERVICES = (inference.SERVICE, vllm_engine.SERVICE)
+RELAYED_SERVICES = (inference.SERVICE, vllm_engine.SERVICE, kserve_extra.SERVICE)
 # How long calls may take to end by themselves once nothing can come any more.
 _FAREWELL_S = 1.0
 
@@ -79,7 +79,9 @@ async def serve(config: ControlPlaneConfig, *, announce: Announce) -> int:
     channels = OwnerChannels(
         max_message_bytes=config.max_message_bytes, tls=security.relay_tls, token=security.relay_token
     )
-    listeners = Listeners(config, security, [Relay(fleet, RELAYED_SERVICES, channels)])
+    listeners = Listeners(
+        config, security, [Relay(fleet, RELAYED_SERVICES, channels, answered_here=kserve_extra.ANSWERED_HERE)]
+    )
     control_plane = ControlPlane(config, security, listeners, fleet, announce, Elsewhere(channels))
     with StopSignals() as signals:
         try:
@@ -192,10 +194,11 @@ class ControlPlane:
             vllm_engine.VllmEngineDoor(fleet, served, version=release, new_seed=new_seed), doors
         )
         admin_door = admin.AdminDoor(fleet, served, version=release, drain=fleet.drain, uptime_s=self._uptime_s)
-        told = health.HealthDoor(fleet, SERVICES)
+        more = kserve_extra.open_door(doors, fleet, served, version=release, new_seed=new_seed)
+        told = health.HealthDoor(fleet, (*SERVICES, *more))
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_door, doors)  # says where it is, if it is elsewhere
         health_pb2_grpc.add_HealthServicer_to_server(told, doors)
-        add_reflection(doors, SERVICES)
+        add_reflection(doors, (*SERVICES, *more))
         if listeners.admin is not None:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_door, listeners.admin)
             health_pb2_grpc.add_HealthServicer_to_server(told, listeners.admin)

@@ -10,6 +10,7 @@ from control_plane.cli.announcements import CurrentStderr
 from control_plane.cli.config_flags import add_config_flags, flag_texts, print_faults
 from control_plane.cli.serve import add_announce_flag, serve_in_foreground
 from control_plane.config import load_config
+from control_plane.doors import kserve_extra
 from control_plane.exit_codes import USAGE
 from service_chassis.errors import ConfigurationError
 from service_chassis.telemetry import LogFormat, configure_logging
@@ -33,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
         prog=NAME,
         usage=f"{NAME} [FLAGS]",
         description="Serve with workers that run elsewhere.",
-        epilog=EPILOG,
+        epilog=f"{EPILOG}\n{kserve_extra.sentence()}\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -11,6 +11,7 @@ from typing import TextIO, cast
 from control_plane.cli.announcements import FORMATS, CurrentStderr, display
 from control_plane.cli.config_flags import add_config_flags, flag_texts, print_faults
 from control_plane.config import ControlPlaneConfig, count_gpus, gpu_is_present, load_config, resolve_auto
+from control_plane.doors import kserve_extra
 from control_plane.exit_codes import INTERRUPTED, USAGE
 from service_chassis.errors import ConfigurationError
 from service_chassis.telemetry import LogFormat, configure_logging
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         prog="maniple serve",
         usage="maniple serve [FLAGS]",
         description="Serve a model: control plane and workers on this machine.",
-        epilog=EPILOG,
+        epilog=f"{EPILOG}\n{kserve_extra.sentence()}\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -47,10 +47,17 @@ async def stream_events(stream: GenerationStream, context: Context) -> AsyncGene
 
     Initial metadata leaves with ``Started``: until then a proxy may still retry the call elsewhere, afterwards never.
     """
-    try:
-        async for event in stream:
+    async with aclosing(read_events(stream)) as all_events:
+        async for event in all_events:
             if isinstance(event, Started):
                 await context.send_initial_metadata(())
+            yield event
+
+
+async def read_events(stream: GenerationStream) -> AsyncGenerator[Event, None]:
+    """Yield the events of a stream that is one of several in its call; it is cancelled when this is closed early."""
+    try:
+        async for event in stream:
             yield event
     finally:
         # Also when the client went away or its deadline passed: grpc cancels the handler, which closes this.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
+import tritonclient.grpc.aio as triton
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.grpc import InferInput
 
 from control_plane.relay import RELAYED_KEY
 from maniple.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
@@ -94,6 +98,27 @@ async def test_a_call_that_was_relayed_is_refused_with_the_owner_instead_of_rela
                 await anext(aiter(call))
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
             assert owner.address.encode() in dict(refused.value.trailing_metadata())["grpc-status-details-bin"]
+
+
+async def test_spare_passes_on_streams_of_requests_and_says_itself_that_it_lives(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), site(tmp_path) as one:
+        owner, spare, channel = await owner_and_spare(one)
+        async with channel, triton.InferenceServerClient(spare.address) as client:
+            assert await client.is_server_ready()
+
+            async def asked() -> AsyncIterator[dict[str, object]]:
+                for number in (1, 2):
+                    prompt = InferInput("text_input", [1], "BYTES")
+                    prompt.set_data_from_numpy(np.array([f"{number} ave"], dtype=object))
+                    yield {"model_name": "", "inputs": [prompt], "request_id": str(number)}
+
+            ends = {}
+            async for result, error in client.stream_infer(asked()):
+                assert error is None
+                ends[result.get_response().id] = result.as_numpy("finish_reason")[0]
+            assert ends.keys() == {"1", "2"}
+            owner.process.kill()
+            assert await client.is_server_live()
 
 
 async def test_spare_serves_its_own_group_once_the_owner_is_gone(tmp_path: Path) -> None:
