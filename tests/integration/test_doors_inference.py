@@ -282,6 +282,9 @@ BAD_SAMPLING: list[tuple[dict[str, object], str]] = [
     ({"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids"),
     ({"bad_words": [" "]}, "bad_words"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"logprobs_mode": 4}, "logprobs_mode"),
 ]
 BAD_REQUESTS: list[tuple[GenerateRequest, str]] = [
     *((GenerateRequest(text="hi", sampling=SamplingParams(**bad)), field) for bad, field in BAD_SAMPLING),  # type: ignore[arg-type]

@@ -66,6 +66,10 @@ def any_sampling(rng: random.Random) -> SamplingParams:
         "logit_bias": {token_id: rng.uniform(-100, 100) for token_id in rng.sample(range(VOCAB_SIZE), 5)},
         "bad_words": ["a", "the"],
         "truncate_prompt_tokens": rng.randrange(1, 50),
+        "spaces_between_special_tokens": False,
+        "logprobs": rng.randrange(21),
+        "prompt_logprobs": rng.randrange(21),
+        "logprobs_mode": rng.randrange(4),
     }
     chosen = {name: value for name, value in choices.items() if rng.random() < 0.3}
     return SamplingParams(max_tokens=max_tokens, **chosen)

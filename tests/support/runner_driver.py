@@ -119,7 +119,7 @@ class RunnerDriver:
             samples=np.array([row in self._samples for row in order], np.bool_),
         )
         self.runner.apply(work)
-        output = self.runner.execute(work)
+        self.output = output = self.runner.execute(work)
         sampled = dict(zip(self._samples, output.token_ids.tolist(), strict=True))
         self._samples = []
         for row, token in sampled.items():

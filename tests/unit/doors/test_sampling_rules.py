@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from control_plane.doors.limits import check_number
-from control_plane.doors.sampling_rules import resolve_sampling, resolve_text
+from control_plane.doors.sampling_rules import resolve_sampling, resolve_text, room_for_logprobs
 from control_plane.generation import SamplingChoice
 from control_plane.text.model_text import GenerationDefaults, load_model_text
 from maniple.v1.sampling_pb2 import SamplingParams
 from service_chassis.errors import InvalidParameter
+from service_chassis.protocol.logprobs import Logprobs
 
 MODEL = load_model_text("scripted")
 END = 256
@@ -26,6 +27,52 @@ def resolve(room: int = 50, defaults: GenerationDefaults | None = None, **wanted
 
 def test_unset_means_the_documented_defaults() -> None:
     assert resolve() == SamplingChoice(max_tokens=50, seed=77, eos_ids=frozenset({END}))
+
+
+def test_logprobs_are_told_as_asked_and_never_more_than_there_are_ids() -> None:
+    choice = resolve(logprobs=0, prompt_logprobs=20, logprobs_mode=2)
+    assert (choice.num_logprobs, choice.num_prompt_logprobs, choice.logprobs_mode) == (0, 20, 2)
+    few = resolve_sampling(SamplingParams(logprobs=9), MODEL, vocab_size=5, room=4, draw_seed=lambda: 0)
+    assert (few.num_logprobs, few.num_prompt_logprobs) == (5, None)
+
+
+def room(num_prompt_tokens: int = 10, *, only_final: bool = True, context: int = 10**6, **wanted: Any) -> int:
+    return room_for_logprobs(
+        SamplingParams(**wanted), num_prompt_tokens=num_prompt_tokens, room=context, only_final=only_final
+    )
+
+
+def test_output_that_goes_in_one_message_has_room_for_its_logprobs() -> None:
+    assert room() == 10**6
+    assert room(logprobs=20, only_final=False) == 10**6  # chunks are cut as needed
+    for count in (0, 5, 20):
+        most = room(logprobs=count)
+        assert _bytes_of(most, count) <= 3 << 20
+        assert room(logprobs=count, max_tokens=most) == most
+        assert room(logprobs=count, max_tokens=10**6, context=most) == most  # clipped to the context anyway
+        with pytest.raises(InvalidParameter, match=f"logprobs={count}: of max_tokens {most + 1} do not fit"):
+            room(logprobs=count, max_tokens=most + 1)
+
+
+def test_prompt_whose_logprobs_fit_no_message_is_refused_with_what_would() -> None:
+    assert room(128 * 1024, prompt_logprobs=0) == 10**6
+    with pytest.raises(InvalidParameter) as caught:
+        room(128 * 1024, prompt_logprobs=20)
+    most = int(caught.value.rule.rpartition("of ")[2].split()[0])
+    assert _bytes_of(most, 20) <= 3 << 20
+    room(most, prompt_logprobs=20)
+    with pytest.raises(InvalidParameter, match="do not fit into the one message"):  # nothing is left for the output
+        room(most, prompt_logprobs=20, logprobs=20, max_tokens=1000)
+
+
+def _bytes_of(num_tokens: int, num_likeliest: int) -> int:
+    """The largest that so many positions can be in a message: ids of three bytes, no value left out."""
+    columns = Logprobs(num_likeliest + 1)
+    columns.token_ids.extend([2**21 - 1] * (num_likeliest + 1))
+    columns.values.extend([-1.5] * (num_likeliest + 1))
+    columns.ranks.append(2**21 - 1)
+    one = len(columns.to_message().SerializeToString())
+    return one * num_tokens
 
 
 def test_unset_takes_the_models_generation_config_first() -> None:

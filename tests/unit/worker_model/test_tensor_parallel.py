@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from service_chassis.errors import InvalidParameter
+from service_chassis.protocol.logprobs import Logprobs
 from support.runner_driver import RunnerDriver
 from support.thread_ranks import run_ranks
 from support.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
@@ -202,11 +203,35 @@ def test_tokens_of_other_ranks_are_not_trusted(tmp_path: Path) -> None:
     def body(group: SocketProcessGroup) -> list[int]:
         driver = RunnerDriver(directory, group=group)
         if group.rank == 1:  # what it would sample is wrong, and nobody may notice
-            driver.runner._sampler.sample = lambda logits, rows: np.full(len(rows), 3, np.int32)  # type: ignore[method-assign]
+            driver.runner._sampler.sample = lambda logits, rows, noting: np.full(len(rows), 3, np.int32)  # type: ignore[method-assign]
         return driver.generate(0, PROMPTS[0], 5)
 
     alone = RunnerDriver(directory).generate(0, PROMPTS[0], 5)
     assert run_ranks(2, body) == [alone, alone]
+
+
+def test_every_rank_knows_what_rank_0_tells_of_tokens(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, CONFIGS["llama"])
+    sampling = RowSampling(num_logprobs=2, num_prompt_logprobs=1)
+
+    def told(group: SocketProcessGroup | None = None) -> list[Logprobs | None]:
+        driver, prompt = RunnerDriver(directory, group=group), PROMPTS[1]
+        driver.step({0: 7}, new=[driver.enter(0, prompt, sampling)])  # a step that samples nothing
+        found = [one.prompt for one in driver.output.logprobs]
+        for count in (len(prompt) - 7, 1, 1):
+            driver.step({0: count})
+            found += [columns for one in driver.output.logprobs for columns in (one.prompt, one.sampled)]
+        return found
+
+    alone = told()
+    ranks = run_ranks(2, told)
+    assert ranks[0] == ranks[1]
+    assert [columns and len(columns) for columns in alone] == [7, len(PROMPTS[1]) - 8, 1, None, 1, None, 1]
+    for got, want in zip(ranks[0], alone, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None and want is not None:
+            assert got.token_ids == want.token_ids
+            assert max(abs(one - other) for one, other in zip(got.values, want.values, strict=True)) < 2e-4
 
 
 @pytest.mark.parametrize(
