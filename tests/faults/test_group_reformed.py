@@ -16,7 +16,7 @@ from support.engine_harness import collect, generation
 from support.faults import is_alive, model_with
 from support.fleet_harness import running_fleet
 from support.scripted_reference import greedy
-from support.serve_process import NOT_SERVING, SERVING, Caller, serving
+from support.serve_process import NOT_SERVING, SERVING, Caller, assert_next_server_works, serving
 from support.waiting import until
 
 PROMPT = [5, 250, 17, 0, 5]
@@ -73,6 +73,7 @@ async def test_server_exits_with_code_3_when_told_not_to_form_its_group_anew() -
             assert stream.error.code() is grpc.StatusCode.ABORTED
         assert server.exit_code() == 3
         assert server.heard(Stopping) == [Stopping("rank 0 exited: killed by SIGKILL")]
+    await assert_next_server_works("--model", "scripted", "--on-group-loss", "exit", *MP)
 
 
 async def test_group_is_given_up_after_the_allowed_failures_in_a_row() -> None:
@@ -83,9 +84,12 @@ async def test_group_is_given_up_after_the_allowed_failures_in_a_row() -> None:
                 server.hear(Ready, attempt)
                 stream = await caller.generate(f"r{attempt}", PROMPT, 5).end()
                 assert stream.error is not None
+                assert stream.error.code() is grpc.StatusCode.ABORTED
                 assert "rank 0 failed in step 2: InjectedFault" in (stream.error.details() or "")
+                assert stream.in_band == [stream.error.details()]
         assert server.exit_code() == 3
         assert [lost.retry_in_s for lost in server.heard(Lost)] == [0.5, None]
+    await assert_next_server_works("--model", "scripted", "--max-group-failures", "1", *MP)
 
 
 async def test_formation_that_fails_after_a_loss_is_tried_again() -> None:

@@ -39,6 +39,7 @@ async def test_rank_that_exits_in_a_step_is_lost_with_its_exit_code() -> None:
         assert loss.reason.startswith("rank 0 exited: exit code ")
         assert live.result_steps == [1, 2]
         live.assert_tokens_exact()
+    await assert_next_group_works()
 
 
 async def test_rank_that_dies_while_it_loads_ends_the_formation() -> None:
@@ -49,5 +50,7 @@ async def test_rank_that_dies_while_it_loads_ends_the_formation() -> None:
         await group.form()
     assert time.monotonic() - started_at < 10.0
     address, pid = executor.describe_rank(executor.ranks[0])
+    assert pid
     assert not is_alive(pid)
     assert not Path(address.removeprefix("unix:")).parent.exists()
+    await assert_next_group_works()

@@ -6,8 +6,9 @@ import os
 import signal
 import time
 
-from support.faults import SHORT_TIMES, assert_next_group_works, forming
+from support.faults import SHORT_TIMES, assert_next_group_works, forming, is_stopped
 from support.served_ranks import served_ranks
+from support.waiting import until
 
 
 async def test_stopped_rank_is_lost_within_the_heartbeat_timeout_and_a_second() -> None:
@@ -16,6 +17,7 @@ async def test_stopped_rank_is_lost_within_the_heartbeat_timeout_and_a_second() 
         await live.run_steps(2)
         stopped_at = time.monotonic()
         os.kill(live.pid, signal.SIGSTOP)
+        await until(lambda: is_stopped(live.pid), "it is stopped")
         live.send_step()  # a step is under way, and nobody will ever answer it
         loss = await live.lost(within_s=timeout_s + 1.0)
         assert live.lost_at - stopped_at > timeout_s / 2

@@ -30,5 +30,6 @@ async def test_wrong_token_digest_is_a_diverged_rank() -> None:
             live.group.expect_token_digest(step, live.token_digest(step))
         await live.run_steps(1)
         loss = await live.lost(within_s=2.0)
+        assert loss.rank == 0
         assert loss.reason.startswith("rank 0 diverged: its token digest after step 3 is ")
     await assert_next_group_works()

@@ -6,7 +6,7 @@ from control_plane.executors.base import StepsConnection
 from control_plane.executors.multiproc import MultiprocExecutor
 from maniple.v1 import worker_pb2
 from service_chassis.ids import Rank
-from support.faults import WORKER, forming
+from support.faults import WORKER, assert_next_group_works, forming
 from support.waiting import until
 
 
@@ -65,6 +65,8 @@ async def test_unread_results_are_resent_and_no_token_is_missing_or_twice() -> N
         assert not live.losses
         await live.run_steps(10)  # over a block's end, on the last stream
         live.assert_tokens_exact()
+        assert not live.losses
+    await assert_next_group_works()
 
 
 async def test_lost_deltas_are_resent_from_what_the_rank_accepted() -> None:
@@ -76,5 +78,7 @@ async def test_lost_deltas_are_resent_from_what_the_rank_accepted() -> None:
             live.send_step()
         await until(lambda: 5 in live.result_steps, "all results")
         assert executor.num_breaks == 2
+        await live.run_steps(3)
         live.assert_tokens_exact()
         assert not live.losses
+    await assert_next_group_works()

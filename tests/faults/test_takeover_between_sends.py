@@ -45,4 +45,5 @@ async def test_next_owner_relays_the_step_and_both_ranks_execute_one_composition
             await until(
                 lambda: len({status.completed for status in second.group.ranks()}) == 1, "one step on both ranks"
             )
+            await second.assert_works()
             await second.leave()

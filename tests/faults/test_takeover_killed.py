@@ -64,6 +64,7 @@ async def test_control_plane_that_comes_after_the_lapse_is_ready_within_two_seco
             restarted = here.control_plane("a")
             ready_at = await restarted.heard(Ready)
             await reading.whole()
+            await Reading(client, "following", prompt_of(2), 10).whole()
         # How long the interpreter takes to start says more of the machine than of us; bench/faults.py counts it.
         began_at = restarted.times(StageProgress, "start")[0]
         print(f"ready {ready_at - restarted.started_at:.3f} s after exec, of which {ready_at - began_at:.3f} s ours")

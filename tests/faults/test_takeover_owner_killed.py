@@ -54,4 +54,5 @@ async def test_owner_after_owner_dies_in_its_takeover_and_the_last_one_loses_not
                 await reader.resume(last)
             for reader in readers:
                 await reader.whole()
+            await last.assert_works()
             await last.leave()

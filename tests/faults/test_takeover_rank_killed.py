@@ -10,7 +10,7 @@ import pytest
 from control_plane.generation import Cursor
 from service_chassis.errors import PermissionDenied, ResumeLost, UnknownRequest
 from service_chassis.ids import Rank, RequestId
-from support.engine_harness import generation
+from support.engine_harness import collect, generation
 from support.fleet_harness import running_fleet
 from support.owners import MODEL, Owner, Reader
 from support.remote_ranks import RemoteRanks, remote_ranks
@@ -82,5 +82,7 @@ async def test_requests_are_computed_anew_from_what_a_survivor_knew_when_a_rank_
                     await fleet.resume(RequestId("short"), readers[0].token, "", [])
                 with pytest.raises(UnknownRequest):
                     await fleet.resume(RequestId("never"), short.token, "", [])
+                following = await collect(await fleet.generate(generation("following", [3, 1, 4], max_tokens=6)))
+                assert following.token_ids[0] == greedy([3, 1, 4], 6)
                 await running.settled()
             orchestrator.cancel()

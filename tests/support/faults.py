@@ -1,7 +1,8 @@
 """Form a real group of one worker process, hurt it, and see that nothing of it is left.
 
 A fault test asserts four things: the fault fired, the verdict came once and names the rank, nothing outlived the group,
-and a newly formed group works. ``forming`` and ``assert_next_group_works`` carry the last two.
+and a newly formed group works. ``forming`` and ``assert_next_group_works`` carry the last two; for whole servers
+``serving`` and ``assert_next_server_works`` of serve_process.py do.
 """
 
 from __future__ import annotations
@@ -143,8 +144,17 @@ async def assert_next_group_works() -> None:
 
 def is_alive(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
+    return state_of(pid) not in "ZX"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal."""
+    return state_of(pid) == "T"
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process as the kernel writes it; X where there is none."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+        return "X"

@@ -24,7 +24,9 @@ from control_plane.text.model_text import load_model_text
 from maniple.v1 import worker_pb2
 from service_chassis.errors import ManipleError
 from service_chassis.ids import Rank, RequestId
+from support.engine_harness import generation
 from support.faults import WORKER
+from support.scripted_reference import greedy
 from support.waiting import until
 
 LEASE_S = 0.6
@@ -157,6 +159,15 @@ class Owner:
         """As ``Fleet.resume``, for what runs here."""
         return self.engine.resume(request_id, token, identity, cursors)
 
+    async def assert_works(self) -> None:
+        """Everything that ran is free, and the next request works."""
+        await until(lambda: self.engine.is_idle, "no request")
+        status, limits = self.engine.status(), self.engine.limits
+        assert status.num_free_blocks + status.num_cached_blocks == limits.num_blocks - 1
+        prompt = [3, 1, 4, 1, 5]
+        following = Reader("following", greedy(prompt, 6))
+        await (await following.begin(self, following.wanted(prompt))).whole()
+
     async def leave(self) -> None:
         """End in good order."""
         if self._loop is not None:
@@ -178,6 +189,10 @@ class Reader:
         self.token = b""  # to resume with
         self.is_exact = True  # False: where rounding may part two runs, only the count is known
         self._task: asyncio.Task[None] | None = None
+
+    def wanted(self, prompt: list[int]) -> Generation:
+        """Return the request for what is expected, greedily."""
+        return generation(self.request_id, prompt, max_tokens=len(self.expected))
 
     async def begin(self, owner: Owner, generation: Generation) -> Reader:
         self._task = asyncio.create_task(self._read(await owner.engine.generate(generation)))

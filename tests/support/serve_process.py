@@ -21,6 +21,7 @@ from control_plane.announcement import Announcement, Ready
 from control_plane.cli.announcements import from_json
 from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from support.faults import is_alive
+from support.scripted_reference import greedy
 
 A = TypeVar("A", bound=Announcement)
 
@@ -162,7 +163,8 @@ class Stream:
             token_ids=inference_pb2.TokenIds(ids=prompt),
             sampling={"temperature": 0.0, "ignore_eos": True, **sampling, "max_tokens": max_tokens},
         )
-        self.task = asyncio.create_task(self._read(stub.Generate(request)))
+        self._call = stub.Generate(request)
+        self.task = asyncio.create_task(self._read(self._call))
 
     async def _read(self, call: grpc.aio.UnaryStreamCall) -> None:  # type: ignore[type-arg]
         try:
@@ -182,6 +184,23 @@ class Stream:
             self.error = error
         self.ended_at = time.monotonic()
 
+    def cancel(self) -> None:
+        """Reset the stream."""
+        self._call.cancel()
+
     async def end(self) -> Stream:
-        await self.task
+        """Wait for the end, which a cancelled one has by raising."""
+        await asyncio.gather(self.task, return_exceptions=self._call.cancelled())
         return self
+
+
+async def assert_next_server_works(*words: str) -> None:
+    """Start another server, have it answer one request, and stop it in good order."""
+    with serving(*words) as server:
+        async with Caller(server) as caller, asyncio.timeout(60):
+            await caller.status()
+            prompt = [5, 250, 17, 0, 5]
+            again = await caller.generate("r0", prompt, 3).end()
+            assert again.token_ids == greedy(prompt, 3)
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0

@@ -95,6 +95,10 @@ class ControlPlane:
         lines = (json.loads(line) for line in self.log().splitlines() if line.startswith("{"))
         return [line for line in lines if line["event"] == name]
 
+    def client(self, *others: ControlPlane) -> AsyncClient:
+        """Return a client that knows this one, and others."""
+        return AsyncClient([self.address, *(one.address for one in others)], resume_for_s=15.0)
+
     async def status(self) -> admin_pb2.GetStatusResponse:
         async with grpc.aio.insecure_channel(self.address) as channel:
             return await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=5)
@@ -137,7 +141,8 @@ class Site:
         return owner, spare
 
     def client(self) -> AsyncClient:
-        return AsyncClient([one.address for one in self.control_planes], resume_for_s=15.0)
+        first, *others = self.control_planes
+        return first.client(*others)
 
     def worker_pids(self) -> dict[int, int]:
         return {rank: process.pid for rank, process in self.ranks.processes.items()}
