@@ -40,6 +40,8 @@ class Row:
     state: RowState
     num_prefill_tokens: int
     num_known_tokens: int  # while it does not decode; a decode row knows one token more than it has computed
+    # Set while it is void: the tokens that it really knows. Its other counts go on as if it had sampled (PROTOCOL B6).
+    num_void_known_tokens: int | None = None
     tables: list[list[int]] = field(default_factory=list)  # KV group -> block ids; 0 where dropped
     state_slots: dict[int, int] = field(default_factory=dict)  # KV group -> slot, for groups without blocks
     pooling: Pooling | None = None  # set: it never decodes

@@ -131,6 +131,12 @@ class BatchState:
             state_digest=delta.state_digest,
         )
 
+    def note_void(self, req_index: int, row_key: int, num_known_tokens: int) -> None:
+        """A completed step gave a row no token, so that it knows no more than this. It may have left meanwhile."""
+        row = self._rows.get(req_index)
+        if row is not None and row.row_key == row_key and row.num_void_known_tokens is None:
+            row.num_void_known_tokens = num_known_tokens
+
     # --- phase one, the part about rows that are not named
 
     def _plan(self, change: Transition) -> _Compute:
@@ -231,6 +237,8 @@ class BatchState:
             self._num_computed[req_index] = after
             row.state = RowState.DECODE if draft.samples else draft.state
             row.num_prefill_tokens = draft.num_prefill_tokens
+            if came_back and draft.num_known_tokens == row.num_void_known_tokens:
+                row.num_void_known_tokens = None
             row.num_known_tokens = draft.num_known_tokens
             if draft.samples:
                 self._digest.set_advance(req_index, 1)

@@ -22,6 +22,7 @@ from service_chassis.protocol.logprobs import Logprobs
 from worker_service.batch_rows import BatchLimits, RowState
 from worker_service.block_hashes import BlockHashes
 from worker_service.step_work import (
+    NOT_SAMPLED,
     FinishedRow,
     Int32Array,
     Mode,
@@ -57,6 +58,7 @@ class FrozenRow:
     tables: tuple[tuple[int, ...], ...]
     state_slots: tuple[tuple[int, int], ...]
     age_s: float  # since it entered
+    is_void: bool  # its mask died: what it computed beyond its known tokens is padding
     logprobs: Logprobs | None = None  # of its output, a position a token
     prompt_logprobs: Logprobs | None = None  # from the second token on; None also where a row before it has them
 
@@ -93,10 +95,15 @@ class CompletedBatch:
         self._num_prefill: Int32Array = np.zeros(limits.max_num_seqs, np.int32)
         self._decodes: npt.NDArray[np.bool_] = np.zeros(limits.max_num_seqs, np.bool_)
         self._preempted: npt.NDArray[np.bool_] = np.zeros(limits.max_num_seqs, np.bool_)
+        self._void: npt.NDArray[np.bool_] = np.zeros(limits.max_num_seqs, np.bool_)
 
     def known_tokens(self, req_index: int) -> Int32Array:
         """Return all known tokens of a live row: a view, valid until the next step."""
         return self._token_ids[req_index, : self._num_known[req_index]]
+
+    def row_key(self, req_index: int) -> int:
+        """Return what tells a live row from others that had its place."""
+        return self._rows[req_index].request.row_key
 
     def accept(self, step: int, entering: Iterable[NewRequest], now: float) -> None:
         """Note what an accepted delta says of rows that enter, until its step is completed."""
@@ -140,7 +147,8 @@ class CompletedBatch:
             req_index = resumed.req_index
             self._preempted[req_index] = False
             self._num_computed[req_index] = resumed.num_computed_tokens
-            self._num_prefill[req_index] = self._num_known[req_index]
+            self._num_prefill[req_index] = resumed.num_prefill_tokens
+            self._void[req_index] &= resumed.num_prefill_tokens != self._num_known[req_index]
         for change in work.table_changes:
             self._change_table(change)
         if work.mode is Mode.RUN:
@@ -152,9 +160,13 @@ class CompletedBatch:
         ends = work.num_computed_tokens + work.num_scheduled_tokens
         self._num_computed[work.rows] = ends
         rows, positions = work.rows[work.samples], ends[work.samples]
+        self._decodes[rows] = True
+        if len(void := rows[token_ids == NOT_SAMPLED]):
+            self._void[void] = True
+            given = token_ids != NOT_SAMPLED
+            rows, positions, token_ids = rows[given], positions[given], token_ids[given]
         self._token_ids[rows, positions] = token_ids
         self._num_known[rows] = positions + 1
-        self._decodes[rows] = True
 
     def _keep(self, logprobs: Iterable[RowLogprobs]) -> None:
         for told in logprobs:
@@ -188,7 +200,7 @@ class CompletedBatch:
         self._token_ids[req_index, :num_known] = known
         self._num_known[req_index] = self._num_prefill[req_index] = num_known
         self._num_computed[req_index] = new.num_computed_tokens
-        self._decodes[req_index] = self._preempted[req_index] = False
+        self._decodes[req_index] = self._preempted[req_index] = self._void[req_index] = False
 
     def _finish(self, finished: FinishedRow, now: float) -> None:
         self._let_blocks_go(finished.req_index)
@@ -213,7 +225,9 @@ class CompletedBatch:
 
     def _let_blocks_go(self, req_index: int) -> None:
         row = self._rows[req_index]
-        cached = self._token_ids[req_index, : self._num_computed[req_index]]
+        # Of a void row more is computed than known, and that is padding.
+        num_cached = min(self._num_computed[req_index], self._num_known[req_index])
+        cached = self._token_ids[req_index, :num_cached]
         for group, table in enumerate(row.tables):
             if group not in row.state_slots:
                 self._hashes.keep(group, table, cached, row.request.cache_namespace)
@@ -263,6 +277,7 @@ class CompletedBatch:
             tables=tuple(tuple(table) for table in row.tables),
             state_slots=tuple(sorted(row.state_slots.items())),
             age_s=max(0.0, now - row.entered_at),
+            is_void=bool(self._void[req_index]),
             logprobs=row.logprobs.part(0) if row.logprobs is not None else None,
             prompt_logprobs=prompt.part(0) if prompt is not None else None,
         )

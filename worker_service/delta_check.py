@@ -366,7 +366,7 @@ class _Check:
                 if change.blocks or change.num_scheduled_tokens or change.HasField("num_computed_tokens"):
                     self._refuse(where, "a preempted row", "comes back by a replacing change with num_prefill_tokens")
                 return
-            self._resume(where, req_index, draft, change)
+            self._resume(where, req_index, draft, change, row.num_void_known_tokens)
         else:
             for name in ("num_prefill_tokens", "num_computed_tokens"):
                 if change.HasField(name):
@@ -376,15 +376,22 @@ class _Check:
         if change.HasField("num_scheduled_tokens"):
             self._schedule(where, draft, change.num_scheduled_tokens)
 
-    def _resume(self, where: str, req_index: int, draft: RowDraft, change: RowChange) -> None:
-        """Bring a preempted row back: new tables, and all its known tokens to compute."""
-        if change.num_prefill_tokens != draft.num_known_tokens:
-            rule = f"must be the {draft.num_known_tokens} tokens it knows"
+    def _resume(
+        self, where: str, req_index: int, draft: RowDraft, change: RowChange, num_void_known: int | None
+    ) -> None:
+        """Bring a preempted row back: new tables, and all its known tokens to compute.
+
+        A void row comes back with what it really knows. But an owner that died did not know that it would be void, and
+        what it had sent before must be taken for what it was.
+        """
+        if change.num_prefill_tokens not in (draft.num_known_tokens, num_void_known):
+            rule = f"must be the {draft.num_known_tokens if num_void_known is None else num_void_known} tokens it knows"
             self._refuse(f"{where}.num_prefill_tokens", change.num_prefill_tokens, rule)
         draft.state = RowState.PREFILL
         draft.num_prefill_tokens = change.num_prefill_tokens
         draft.num_computed_tokens = change.num_computed_tokens
-        self._next.resumed.append(ResumedRow(req_index, change.num_computed_tokens))
+        draft.num_known_tokens = change.num_prefill_tokens
+        self._next.resumed.append(ResumedRow(req_index, change.num_computed_tokens, change.num_prefill_tokens))
         self._change_tables(where, req_index, draft, change.blocks, allowed=("replace", "state_slot"))
         self._begin_prefill(where, draft)
 

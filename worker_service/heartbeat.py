@@ -58,7 +58,8 @@ class Vitals:
         self.formation_id = ""  # event loop
         self.accepted = (0, 0)  # step, state digest after it; event loop
         self.completed = (0, 0)  # step, token digest after it (0: not known); event loop
-        self.running = (0, 0.0)  # step, monotonic time it began; device thread
+        self.running = (0, 0.0)  # step, monotonic time it began, waits for the owner left out; device thread
+        self.held_since = 0.0  # since when its clock stands still; 0: it runs; device thread
         self.busy: Busy | None = None  # event loop; its progress from the device thread
         self.failure: Failure | None = None  # event loop, once
         self._listeners: list[Callable[[], None]] = []
@@ -74,6 +75,8 @@ class Vitals:
         now = time.monotonic()
         # In this order: a step read as completed was accepted before, so a reader never sees completed > accepted.
         completed, token_digest = self.completed
+        # In this order: a clock seen running was moved on before by all that it stood still.
+        held_since = self.held_since
         running_step, running_since = self.running
         accepted, state_digest = self.accepted
         report = rank_health_pb2.RankReport(
@@ -82,7 +85,7 @@ class Vitals:
             accepted=accepted,
             completed=completed,
             running_step=running_step,
-            running_for_ms=int((now - running_since) * 1000) if running_step else 0,
+            running_for_ms=max(0, int(((held_since or now) - running_since) * 1000)) if running_step else 0,
             state_digest=state_digest,
             token_digest=token_digest,
             late_ms=max(0, int(late_s * 1000)),
@@ -103,6 +106,16 @@ class Vitals:
                 rank_health_pb2.RankReport.Failure(kind=failure.kind, message=failure.message, step=failure.step)
             )
         return report
+
+    def hold_clock(self) -> None:
+        """Stop the clock of the running step: it waits for its owner. Device thread."""
+        self.held_since = time.monotonic()
+
+    def release_clock(self) -> None:
+        """Let it go on from where it stood. Device thread."""
+        step, since = self.running
+        self.running = (step, since + time.monotonic() - self.held_since)
+        self.held_since = 0.0
 
     @contextmanager
     def listening(self, callback: Callable[[], None]) -> Iterator[None]:

@@ -29,9 +29,19 @@ from worker_service.pooling import Float64Array, Pooler
 from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
 from worker_service.sampling.logprobs import PROMPT_SLICE, StepLogprobs
+from worker_service.sampling.masked_rows import MaskedRows, of_sampled
 from worker_service.sampling.sampler import Sampler, check_finite
 from worker_service.sampling.tensor_logprobs import report_tensors
-from worker_service.step_work import RAW_LOGITS, Float32Array, Int32Array, Mode, RowLogprobs, StepOutput, StepWork
+from worker_service.step_work import (
+    NOT_SAMPLED,
+    RAW_LOGITS,
+    Float32Array,
+    Int32Array,
+    Mode,
+    RowLogprobs,
+    StepOutput,
+    StepWork,
+)
 from worker_service.tensor_group import TensorGroup
 
 _NOTHING_SAMPLED = np.zeros(0, np.int32)
@@ -64,6 +74,7 @@ class TorchModelRunner:
         self._tensors = TensorGroup(self._platform.device)
         self._group: ProcessGroup = LoneProcessGroup("")
         self._pooler = Pooler()
+        self._masked = MaskedRows()
 
     @property
     def device(self) -> str:
@@ -159,6 +170,7 @@ class TorchModelRunner:
             assert self._kv is not None
             # Rows and tables are host state that the copies do not read: the order among the two does not matter.
             self._kv.copy_blocks(work.block_copies)
+        self._masked.apply(work, self._batch.num_tokens)
         self._batch.apply(work)
         self._pooler.apply(work)
 
@@ -196,9 +208,11 @@ class TorchModelRunner:
             last = np.cumsum(work.num_scheduled_tokens)[work.samples] - 1
             hidden = hidden[self._on_device(last)]
         logits = self._compute_logits(hidden) if len(rows) else None
-        sampled, logprobs = self._agree(logits, rows, telling, prompts)
-        batch.append(rows, sampled)
-        return sampled, logprobs, vectors
+        sampled, logprobs = self._agree(logits, work, batch, telling, prompts)
+        self._masked.follow(rows, sampled)
+        given = sampled != NOT_SAMPLED
+        batch.append(rows[given], sampled[given])
+        return sampled, of_sampled(rows, sampled, logprobs), vectors
 
     def _prompt_logprobs(self, telling: StepLogprobs, batch: InputBatch, hidden: Tensor) -> list[Logprobs]:
         """Report on the positions of prompts that are told with this step, a slice at a time; on rank 0."""
@@ -233,13 +247,22 @@ class TorchModelRunner:
         return self._pooler.take(work, sum_of)
 
     def _agree(
-        self, logits: Tensor | None, rows: Int32Array, telling: StepLogprobs, prompts: list[Logprobs]
+        self,
+        logits: Tensor | None,
+        work: StepWork,
+        batch: InputBatch,
+        telling: StepLogprobs,
+        prompts: list[Logprobs],
     ) -> tuple[Int32Array, tuple[RowLogprobs, ...]]:
-        """Have rank 0, which has the logits, decide the tokens of ``rows`` and tell the others, who keep it all too."""
+        """Have rank 0, which has the logits, decide the tokens of the rows and tell the others, who keep it all too."""
         own = b""
         if self._group.rank == OUTPUT_RANK:
-            sampled = self._sampler.sample(logits, rows, telling.output) if logits is not None else _NOTHING_SAMPLED
-            own = telling.to_bytes(sampled, telling.output.take(sampled, report_tensors), prompts)
+            rows, sampled, told = work.rows[work.samples], _NOTHING_SAMPLED, {}
+            if logits is not None:
+                self._masked.await_masks(work, batch.sampling)
+                sampled = self._sampler.sample(logits, rows, telling.output)
+                told = telling.output.take(sampled, report_tensors)
+            own = telling.to_bytes(self._masked.decide(rows, sampled), told, prompts)
         return telling.from_bytes(self._group.broadcast(own))
 
     def _forward(self, step: StepInput, kv: KvCache) -> Tensor:
@@ -292,3 +315,4 @@ class TorchModelRunner:
         if self._batch is not None:
             self._batch.reset()
         self._pooler.clear()
+        self._masked.clear()

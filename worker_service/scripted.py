@@ -29,10 +29,20 @@ from service_chassis.scripted import Fault, ScriptedOptions
 from worker_service.pooling import Float64Array, Pooler
 from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
-from worker_service.sampling.columns import SamplingColumns
+from worker_service.sampling.columns import SamplingColumns, allowed
 from worker_service.sampling.logprobs import OutputLogprobs, StepLogprobs, report_arrays
+from worker_service.sampling.masked_rows import MaskedRows, of_sampled
 from worker_service.scripted_sampling import Float32Array, needs_full_sampler, sample_plainly
-from worker_service.step_work import RAW_LOGITS, Int32Array, NewRow, RowLogprobs, StepOutput, StepWork, TableOp
+from worker_service.step_work import (
+    NOT_SAMPLED,
+    RAW_LOGITS,
+    Int32Array,
+    NewRow,
+    RowLogprobs,
+    StepOutput,
+    StepWork,
+    TableOp,
+)
 from worker_service.step_work import Float32Array as Vector
 
 if TYPE_CHECKING:
@@ -76,6 +86,7 @@ class ScriptedRunner:
         self._forced: dict[int, tuple[int, ...]] = {}  # what a row emits by output index; absent: it samples
         self._full: set[int] = set()  # rows for the real sampler
         self._pooler = Pooler()
+        self._masked = MaskedRows()
         self._has_diverged = False  # by a fault; from then on, as a wrong token would stay in its row
         self._sampler: Sampler | None = None
         self._group: ProcessGroup = LoneProcessGroup("")
@@ -137,6 +148,7 @@ class ScriptedRunner:
 
     def apply(self, work: StepWork) -> None:
         self._pooler.apply(work)
+        self._masked.apply(work, self.num_tokens)
         for finished in work.finished:
             self._remove(finished.req_index)
         for req_index in work.preempted:
@@ -210,7 +222,7 @@ class ScriptedRunner:
         vectors = self._pool(work)
         telling = StepLogprobs(self.sampling.logprobs, work, self.num_prompt_tokens)
         token_ids, logprobs = self._decide(
-            work.rows[work.samples], positions[work.samples], last[work.samples], telling
+            work, work.rows[work.samples], positions[work.samples], last[work.samples], telling
         )
         num_tokens = int(work.num_scheduled_tokens.sum())
         wanted_s = self._options.step_time_s + num_tokens * self._options.step_time_per_token_s
@@ -237,7 +249,8 @@ class ScriptedRunner:
             positions = np.arange(start, stop)
             h = self._slots[table[positions // size] * size + positions % size]
             hashed: UInt64Array = mix_array(h[:, None] ^ self._mixed_dims) >> np.uint64(40)
-            return (hashed.astype(np.float64) * 2.0**-23 - 1).sum(axis=0)
+            total: Float64Array = (hashed.astype(np.float64) * 2.0**-23 - 1).sum(axis=0)
+            return total
 
         return self._pooler.take(work, sum_of)
 
@@ -251,21 +264,24 @@ class ScriptedRunner:
         return h
 
     def _decide(
-        self, rows: Int32Array, positions: Int32Array, last: UInt64Array, telling: StepLogprobs
+        self, work: StepWork, rows: Int32Array, positions: Int32Array, last: UInt64Array, telling: StepLogprobs
     ) -> tuple[Int32Array, tuple[RowLogprobs, ...]]:
         """Have rank 0 choose the token at ``positions`` of ``rows``, and know it from now on."""
         if len(rows) == 0 and not telling.spans:
             return np.zeros(0, np.int32), ()
         own = b""
         if self._group.rank == OUTPUT_RANK:
+            self._masked.await_masks(work, self.sampling)
             chosen, sampled = self._sample(rows, positions, last)
-            own = telling.to_bytes(chosen, sampled, self._prompt_logprobs(telling))
+            own = telling.to_bytes(self._masked.decide(rows, chosen), sampled, self._prompt_logprobs(telling))
         token_ids, logprobs = telling.from_bytes(self._group.broadcast(own))
-        self.token_ids[rows, positions] = token_ids
-        self.num_tokens[rows] = positions + 1
+        self._masked.follow(rows, token_ids)
         for row, position, token in zip(rows.tolist(), positions.tolist(), token_ids.tolist(), strict=True):
-            self._token_digests[row] += token_term(row_factor(self._keys[row]), position, token)
-        return token_ids, logprobs
+            if token != NOT_SAMPLED:
+                self.token_ids[row, position] = token
+                self.num_tokens[row] = position + 1
+                self._token_digests[row] += token_term(row_factor(self._keys[row]), position, token)
+        return token_ids, of_sampled(rows, token_ids, logprobs)
 
     def _prompt_logprobs(self, telling: StepLogprobs) -> list[Logprobs]:
         """Report on the positions of prompts that are told with this step."""
@@ -302,6 +318,10 @@ class ScriptedRunner:
             if forced is not None:
                 index = int(positions[place] - self.num_prompt_tokens[row])
                 token_ids[place] = forced[index] if index < len(forced) else self._options.eos_token_id
+                if (mask := self.sampling.masks.get(row)) is not None:
+                    may_be = allowed(mask, self._options.vocab_size)
+                    if not may_be[token_ids[place]]:
+                        token_ids[place] = may_be.argmax()  # as if all others had equal scores
                 forced_places.append(place)
             else:
                 (full if row in self._full else plain).append(place)
@@ -345,6 +365,7 @@ class ScriptedRunner:
         for req_index in list(self._keys):
             self._remove(req_index)
         self._pooler.clear()
+        self._masked.clear()
 
     def _fire(self, step: int) -> Fault | None:
         """Do what the fault of this step says, if there is one."""

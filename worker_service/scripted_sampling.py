@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from service_chassis.protocol.arrays import gumbel_array, noise_bits_array
-from worker_service.sampling.columns import GREEDY_BELOW, SamplingColumns
+from worker_service.sampling.columns import GREEDY_BELOW, SamplingColumns, allowed
 from worker_service.sampling.logprobs import OutputLogprobs
 from worker_service.sampling.noise_keys import noise_keys
 from worker_service.step_work import Int32Array, RowSampling
@@ -57,6 +57,8 @@ def sample_plainly(
         stop_ids = columns.stop_ids.get(row)
         if stop_ids is not None and positions[place] - num_prompt_tokens[place] < columns.min_tokens[row]:
             logits[place, stop_ids] = -np.inf
+        if (mask := columns.masks.get(row)) is not None:
+            logits[place, ~allowed(mask, logits.shape[1])] = -np.inf
     if noting is not None:
         noting.note_processed(logits)
     drawn = np.flatnonzero(columns.temperature[rows] >= GREEDY_BELOW)

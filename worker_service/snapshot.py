@@ -82,7 +82,12 @@ def _with_logprobs(part: Part, inside: RowLogprobs, output: Logprobs | None, pro
 
 
 def _row(row: FrozenRow) -> Part.Row:
-    part = Part.Row(state=_STATES[row.state], num_computed_tokens=row.num_computed_tokens, age_s=row.age_s)
+    part = Part.Row(
+        state=_STATES[row.state],
+        num_computed_tokens=row.num_computed_tokens,
+        age_s=row.age_s,
+        mask_void=row.is_void,
+    )
     request = part.request
     request.CopyFrom(row.request)
     request.num_prefill_tokens = row.num_prefill_tokens

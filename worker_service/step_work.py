@@ -6,8 +6,10 @@ ascending order. No torch, no grpc.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,10 @@ from service_chassis.protocol.logprobs import Logprobs
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint8]  # one bit a token id, the lowest first
+
+# In place of a token: the row had none to give, since its mask died with its owner.
+NOT_SAMPLED = -1
 
 
 # LogprobsMode of sampling.proto.
@@ -109,6 +115,14 @@ class ResumedRow:
 
     req_index: int
     num_computed_tokens: int  # found in the prefix cache
+    num_prefill_tokens: int  # known to its owner, all to be computed again
+
+
+class MaskGate(Protocol):
+    """What the sampling of a step waits for."""
+
+    def wait(self) -> Mapping[int, Bits] | None:
+        """Block until it is there: req_index -> mask, or None where there will be none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +148,8 @@ class StepWork:
     num_scheduled_tokens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     samples: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     pooled: tuple[int, ...] = ()  # rows, ascending, whose vector is complete at the end of the step; they do not sample
-    awaits_mask: tuple[int, ...] = ()
+    awaits_mask: tuple[int, ...] = ()  # rows, ascending, that sample once ``gate`` opens
+    gate: MaskGate | None = None  # on the output rank, where rows wait
     forget_prefix_cache: bool = False
     state_digest: int = 0
 
@@ -154,7 +169,7 @@ class StepOutput:
     """What the device thread returns for one RUN step."""
 
     step: int
-    token_ids: Int32Array  # one per row of the work that samples, in the order of ``rows``
+    token_ids: Int32Array  # one per row of the work that samples, in the order of ``rows``; or NOT_SAMPLED
     token_digest: int = 0  # over all known tokens of all live rows after the step
     device_us: int = 0
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows that asked, ascending; the same on all ranks

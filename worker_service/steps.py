@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -32,9 +32,11 @@ from worker_service.completed_batch import CompletedBatch
 from worker_service.config import WorkerConfig
 from worker_service.heartbeat import Failure, Vitals, failure_of
 from worker_service.ownership import Ownership
+from worker_service.process_group import OUTPUT_RANK
 from worker_service.runner import ModelFacts
+from worker_service.sample_inputs import SampleInputs
 from worker_service.step_loop import CompletedStep, StepLoop
-from worker_service.step_work import Mode, RowLogprobs
+from worker_service.step_work import NOT_SAMPLED, Int32Array, Mode, RowLogprobs, StepWork
 from worker_service.steps_stream import StepsStream
 from worker_service.tombstones import Tombstones
 
@@ -56,9 +58,10 @@ class Batch:
     completed: CompletedBatch
     deltas: DeltaLog  # as they were accepted, for an adopter
     results: Results
+    sample_inputs: SampleInputs
 
 
-def _new_batch(limits: worker_pb2.GroupLimits, facts: ModelFacts, tombstones: Tombstones) -> Batch:
+def _new_batch(limits: worker_pb2.GroupLimits, facts: ModelFacts, tombstones: Tombstones, vitals: Vitals) -> Batch:
     """Return an empty batch with rings that outlast what may be outstanding."""
     batch_limits = BatchLimits(
         max_num_seqs=limits.max_num_seqs,
@@ -70,7 +73,13 @@ def _new_batch(limits: worker_pb2.GroupLimits, facts: ModelFacts, tombstones: To
         num_kv_groups=facts.num_kv_groups,
     )
     ring = max(2 * limits.max_steps_in_flight, _MIN_RING)
-    return Batch(BatchState(batch_limits), CompletedBatch(batch_limits, tombstones), DeltaLog(ring), Results(ring))
+    return Batch(
+        BatchState(batch_limits),
+        CompletedBatch(batch_limits, tombstones),
+        DeltaLog(ring),
+        Results(ring),
+        SampleInputs(vitals, facts.vocab_size),
+    )
 
 
 class Steps:
@@ -99,12 +108,14 @@ class Steps:
 
     def begin(self, limits: worker_pb2.GroupLimits, facts: ModelFacts) -> None:
         """Start counting steps of a formation, with an empty batch."""
-        self.batch = batch = _new_batch(limits, facts, self._tombstones)
+        self.batch = batch = _new_batch(limits, facts, self._tombstones, self._vitals)
         self._vitals.accepted = (batch.state.accepted, batch.state.digest)
         self._vitals.completed = (batch.state.accepted, 0)
 
     def drop(self) -> None:
         """Forget the batch. Completions of steps that are still queued are ignored from now on."""
+        if self.batch is not None:
+            self.batch.sample_inputs.release()
         self.batch = None
         self.ready = False
         self._vitals.accepted = self._vitals.completed = (0, 0)
@@ -200,7 +211,17 @@ class Steps:
             get_logger().info("owner.left", epoch=request.epoch, goodbye=Goodbye.Kind.Name(request.goodbye.kind))
             self._on_goodbye(request.goodbye.kind)
             stream.end()
-        # A sample input is for a step that awaits one, and no step does: deltas with awaits_mask are refused.
+        elif which == "sample_input":
+            self._take_sample_input(request.sample_input)
+
+    def _take_sample_input(self, sample_input: scheduler_delta_pb2.SampleInput) -> None:
+        if self._config.rank != OUTPUT_RANK or self.batch is None:
+            return  # only where it is sampled, something waits
+        try:
+            self.batch.sample_inputs.take(sample_input, accepted=self._vitals.accepted[0])
+        except DeltaRefused as error:
+            self._on_failure(Failure(type(error).__name__, error.message, sample_input.step))
+            raise
 
     def take_broadcast(self, message: bytes) -> None:
         """Take an envelope with a delta that came beside the stream, where nothing is lost and nothing comes twice.
@@ -249,13 +270,13 @@ class Steps:
             raise OutOfOrder(
                 f"step {delta.step} is {what}: the expected step is {due}", metadata={"expected_step": str(due)}
             )
-        if delta.awaits_mask:
-            raise DeltaRefused(f"step {delta.step}: awaits_mask: masks are not built yet")
         if due - self._vitals.completed[0] > _MAX_QUEUED_STEPS:
             raise DeltaRefused(f"step {delta.step}: more than {_MAX_QUEUED_STEPS} deltas wait for the device")
         work = batch.state.apply(delta)
         batch.completed.accept(delta.step, delta.new_requests, time.monotonic())
         batch.deltas.append(delta.step, raw)
+        if work.awaits_mask and self._config.rank == OUTPUT_RANK:
+            work = replace(work, gate=batch.sample_inputs.gate(work.step, work.awaits_mask))
         self._vitals.accepted = (batch.state.accepted, batch.state.digest)
         self._step_loop.submit(work)
         if work.mode is Mode.APPLY_ONLY:
@@ -274,18 +295,22 @@ class Steps:
             get_logger().error("step.not_completed", step=step, exc_info=error)
             self._on_failure(failure_of(error, step=step))
             return
+        batch.sample_inputs.completed(step)
+        self._note_void(batch, done.work, sampled)
         self._vitals.completed = (step, done.token_digest)
         if self._stream is not None and step == self._vitals.accepted[0]:
             self._stream.caught_up()
         if done.work.mode is not Mode.RUN or done.output is None:
             return
-        if self._config.rank != 0:
-            return  # the output rank answers
+        if self._config.rank != OUTPUT_RANK:
+            return  # that one answers
+        given = sampled != NOT_SAMPLED
         batch.results.append(
             step,
             scheduler_delta_pb2.StepResult(
                 step=step,
-                token_ids=done.output.token_ids.tolist(),
+                token_ids=sampled[given].tolist(),
+                num_tokens=[] if given.all() else given.astype(int).tolist(),
                 vectors=_vectors(done),
                 logprobs=[_row_logprobs(one) for one in logprobs],
                 device_us=done.output.device_us or done.device_us,
@@ -294,6 +319,11 @@ class Steps:
         )
         if self._stream is not None:
             self._stream.result_ready()
+
+    @staticmethod
+    def _note_void(batch: Batch, work: StepWork, sampled: Int32Array) -> None:
+        for row in work.rows[work.samples][sampled == NOT_SAMPLED].tolist() if work.mode is Mode.RUN else ():
+            batch.state.note_void(row, batch.completed.row_key(row), len(batch.completed.known_tokens(row)))
 
 
 def _row_logprobs(told: RowLogprobs) -> scheduler_delta_pb2.RowLogprobs:

@@ -289,16 +289,6 @@ async def test_wrong_digest_in_a_delta_is_seen_before_anything_is_launched(tmp_p
         assert (report.accepted, report.completed) == (0, 0)
 
 
-async def test_delta_that_awaits_a_mask_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    async with worker_process(tmp_path) as worker:
-        await worker.make_ready()
-        steps, _ = await worker.open()
-        await steps.send(delta=DeltaMaker().make(new={0: PROMPT}, awaits_mask=[0]))
-        end = await steps.end()
-        assert end is not None
-        assert "masks are not built yet" in end.message
-
-
 async def test_step_that_raises_is_reported_on_both_connections(tmp_path: Path) -> None:
     async with worker_process(tmp_path) as worker:
         await worker.make_ready(options=ScriptedOptions(faults=(fail_at(0, 2),)))

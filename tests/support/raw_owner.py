@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from maniple.v1 import worker_pb2
+from maniple.v1.scheduler_delta_pb2 import SampleInput
 from service_chassis.protocol.digest import MASK64, StateDigest, row_factor, token_term
 from service_chassis.scripted import ScriptedOptions, scripted_model
 from support.worker_process import (
@@ -230,6 +231,10 @@ class RawOwner:
         """Send one step to all ranks, or only to some."""
         for rank in range(len(self.workers)) if ranks is None else ranks:
             await self._write(rank, delta=delta)
+
+    async def send_sample_input(self, sample_input: SampleInput) -> None:
+        """Send masks to the output rank, where it is sampled."""
+        await self._write(0, sample_input=sample_input)
 
     async def run(self, maker: DeltaMaker, steps: int, **first: Any) -> list[list[int]]:
         """Run steps one after another; return the ids of each."""

@@ -115,19 +115,28 @@ class DeltaMaker:
         *,
         new: dict[int, Sequence[int]] | None = None,
         finished: Sequence[int] = (),
+        resumed: dict[int, int] | None = None,
         mode: Any = Delta.MODE_RUN,
         **fields: Any,
     ) -> bytes:
-        """Return the next delta: rows in ``finished`` leave, rows in ``new`` enter with a prompt, the rest decodes."""
+        """Return the next delta: rows in ``finished`` leave, rows in ``new`` enter with a prompt, the rest decodes.
+
+        Rows in ``resumed`` lose their blocks and come back at once, with so many known tokens.
+        """
         self.step += 1
         delta = Delta(step=self.step, mode=mode, **fields)
         for row in finished:
             delta.finished.add(req_index=row, reason=1, num_tokens=self.computed[row] + 1)
             self.digest.remove(row, self.computed.pop(row))
+        for row in resumed or {}:
+            delta.preempted.append(row)
+            self.digest.clear(row, self.computed.pop(row))
         if mode == Delta.MODE_RUN:
             self.digest.advance_unmentioned()
             for row in self.computed:
                 self._decode(delta, row)
+        for row, num_known in (resumed or {}).items():
+            self._resume(delta, row, num_known)
         for row, prompt in (new or {}).items():
             self._enter(delta, row, list(prompt))
         delta.state_digest = self.digest.value
@@ -141,6 +150,20 @@ class DeltaMaker:
             self.digest.put_blocks(row, 0, self.num_blocks[row], [self.next_block])
             self.num_blocks[row] += 1
             self.next_block += 1
+
+    def _resume(self, delta: Delta, row: int, num_known: int) -> None:
+        count = -(-num_known // self.block_size)
+        blocks = list(range(self.next_block, self.next_block + count))
+        self.next_block += count
+        change = delta.changes.add(
+            req_index=row, num_scheduled_tokens=num_known, num_prefill_tokens=num_known, num_computed_tokens=0
+        )
+        change.blocks.add().replace.ids.extend(blocks)
+        self.digest.put_blocks(row, 0, 0, blocks)
+        self.digest.compute(row, num_known)
+        self.digest.set_advance(row, 1)
+        self.computed[row] = num_known
+        self.num_blocks[row] = count
 
     def _enter(self, delta: Delta, row: int, prompt: list[int]) -> None:
         count = -(-len(prompt) // self.block_size)

@@ -13,9 +13,14 @@ import numpy.typing as npt
 
 from service_chassis.protocol.digest import mix
 from worker_service.sampling.logprobs import AskedLogprobs
-from worker_service.step_work import RowSampling
+from worker_service.step_work import Bits, RowSampling
 
 GREEDY_BELOW = 1e-5
+
+
+def allowed(mask: Bits, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Return [vocab_size] whether a mask allows each id."""
+    return np.unpackbits(mask, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 @dataclass(slots=True)
@@ -53,6 +58,7 @@ class SamplingColumns:
         # req_index -> what it asked for; absent where it asked for nothing
         self.bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
         self.forbidden: dict[int, npt.NDArray[np.bool_]] = {}  # [vocab_size], the complement of allowed_token_ids
+        self.masks: dict[int, Bits] = {}  # of this step alone
         self.stop_ids: dict[int, npt.NDArray[np.int64]] = {}  # rows with min_tokens
         self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.penalties: dict[int, PenaltyCounts] = {}
@@ -106,6 +112,6 @@ class SamplingColumns:
 
     def adjusted(self, rows: Iterable[int]) -> list[tuple[int, int]]:
         """Return (place in ``rows``, req_index) of the rows whose logits change before temperature."""
-        asked = self.bias.keys() | self.forbidden.keys() | self.stop_ids.keys()
+        asked = self.bias.keys() | self.forbidden.keys() | self.stop_ids.keys() | self.masks.keys()
         asked |= self.bad_words.keys() | self.penalties.keys()
         return [(place, row) for place, row in enumerate(rows) if row in asked] if asked else []

@@ -1,9 +1,9 @@
 """Choose the next token of each row from its logits.
 
-Order: bias, allowed ids, bad words, ``min_tokens``, penalties; then greedy rows take the highest score, and the others
-divide by temperature, filter by top-k, top-p and min-p, add the protocol's noise and take the highest. Ties go to the
-lowest id. Whatever a row computes depends on that row alone, never on its mates: rules (a) and (b) of
-docs/equality.md rest on it.
+Order: bias, allowed ids, bad words, ``min_tokens``, penalties, the mask of a grammar; then greedy rows take the highest
+score, and the others divide by temperature, filter by top-k, top-p and min-p, add the protocol's noise and take the
+highest. Ties go to the lowest id. Whatever a row computes depends on that row alone, never on its mates: rules (a) and
+(b) of docs/equality.md rest on it.
 
 Runs on the host. Logits of another device are brought over, for greedy rows only the winners.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from maniple_kernels.gumbel import gumbel_argmax, gumbel_noise
-from worker_service.sampling.columns import GREEDY_BELOW, SamplingColumns
+from worker_service.sampling.columns import GREEDY_BELOW, SamplingColumns, allowed
 from worker_service.sampling.logprobs import OutputLogprobs
 from worker_service.sampling.noise_keys import noise_keys
 
@@ -146,6 +146,8 @@ class Sampler:
                 scores[counts.seen] = np.where(np.isfinite(seen), np.clip(penalized, -_HIGHEST, _HIGHEST), seen)
             scores -= columns.frequency_penalty[row] * counts.output_counts
             scores -= columns.presence_penalty[row] * (counts.output_counts > 0)
+        if (mask := columns.masks.get(row)) is not None:
+            scores[~allowed(mask, len(scores))] = -np.inf
 
 
 def ends_with(token_ids: Int32Array, word: tuple[int, ...]) -> bool:
