@@ -28,10 +28,12 @@ from support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 R0 = Rank(0)
+# Ranks listen where other nodes would reach them.
+ON_A_NODE = replace(WORKER, allow_plaintext_listen=True)
 
 
 def executor_called(name: str, world_size: int = 1, *, linger_s: float = 10.0) -> RayExecutor:
-    return RayExecutor(name=name, world_size=world_size, settings=WORKER, linger_s=linger_s)
+    return RayExecutor(name=name, world_size=world_size, settings=ON_A_NODE, linger_s=linger_s)
 
 
 def actor(name: str, rank: int = 0) -> Any:
@@ -76,7 +78,7 @@ async def test_ranks_are_detached_actors_packed_into_a_placement_group_and_end_w
     place = ray.get(actor(request.node.name).own_place.remote())
     [table] = [each for each in live_places() if each["placement_group_id"] == place.id.hex()]
     assert (table["strategy"], table["bundles"]) == ("STRICT_PACK", {0: {"CPU": 1.0}})
-    before = ray.get(actor(request.node.name).start.remote(WORKER))
+    before = ray.get(actor(request.node.name).start.remote(ON_A_NODE))
     assert before[2] == group_of_one.pid, "a rank that runs is not started twice"
     live = group_of_one
     live.executor.let_go = lambda: None  # type: ignore[method-assign]
@@ -138,7 +140,8 @@ async def test_too_small_a_cluster_is_named_when_start_up_is_over() -> None:
 
 def test_control_plane_inside_a_placement_group_chooses_ray(ray_cluster: None) -> None:
     def choose() -> str:
-        return resolve_auto(load_config({"model": "scripted"}, {}), has_gpu=False, on_terminal=False).executor
+        flags = {"model": "scripted", "allow_plaintext_workers": "on"}
+        return resolve_auto(load_config(flags, {}), has_gpu=False, on_terminal=False).executor
 
     place = ray.util.placement_group([{"CPU": 1}])
     assert place.wait(10.0)
@@ -153,6 +156,7 @@ def test_control_plane_inside_a_placement_group_chooses_ray(ray_cluster: None) -
 def test_control_plane_serves_over_ray_and_leaves_the_ranks_to_the_next() -> None:
     address = ray.get_runtime_context().gcs_address
     words = ["--executor", "ray", "--ray-address", address, "--model", "scripted", "--served-model-name", "served"]
+    words += ["--allow-plaintext-workers"]
     command = [sys.executable, "-m", "control_plane.cli"]
     serving = subprocess.Popen(
         [*command, "control-plane", *words, "--listen", "127.0.0.1:0", "--announce", "json", "--log-level", "warning"],
@@ -162,13 +166,13 @@ def test_control_plane_serves_over_ray_and_leaves_the_ranks_to_the_next() -> Non
     try:
         assert serving.stdout is not None
         ready = next(event for line in serving.stdout if (event := json.loads(line))["event"] == "ready")
-        _, _, ready_pid = ray.get(actor("served/group0").start.remote(WORKER))
+        _, _, ready_pid = ray.get(actor("served/group0").start.remote(ON_A_NODE))
         ask = [*command, "generate", "hello", "--server", ready["address"], "--max-tokens", "5"]
         asked = subprocess.run(ask, capture_output=True, text=True, timeout=30)
         assert asked.returncode == 0, asked.stderr
         serving.send_signal(signal.SIGTERM)
         assert serving.wait(20) == 0
-        _, _, pid = ray.get(actor("served/group0").start.remote(WORKER))
+        _, _, pid = ray.get(actor("served/group0").start.remote(ON_A_NODE))
         assert pid == ready_pid, "the same rank, left to the next"
     finally:
         serving.kill()

@@ -132,6 +132,7 @@ async def test_ranks_go_with_a_supervisor_that_is_killed(worker: Started) -> Non
 def test_container_that_cannot_listen_says_why(tmp_path: Path) -> None:
     port = free_ports(4, consecutive=True)[0]
     words = ["worker", "--tensor-parallel-size", "2", "--listen", f"203.0.113.1:{port}", *RANK_FLAGS]
+    words.append("--allow-plaintext-listen")
     done = subprocess.run(
         [sys.executable, "-m", "control_plane.cli", *words], capture_output=True, text=True, timeout=30
     )

@@ -368,7 +368,7 @@ async def test_snapshot_does_not_leave_in_plaintext_unless_it_may(tmp_path: Path
     address = address_of_this_machine()
     if address is None:
         pytest.skip("this machine has no address but the loopback")
-    async with worker_processes(tmp_path, 1, "--listen", "0.0.0.0:0", *flags) as workers:
+    async with worker_processes(tmp_path, 1, "--listen", "0.0.0.0:0", "--allow-plaintext-listen", *flags) as workers:
         port = await port_of(workers[0])
         for host, allowed in (("127.0.0.1", True), (address, bool(flags))):
             async with grpc.aio.insecure_channel(f"{host}:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:

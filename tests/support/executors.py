@@ -56,7 +56,8 @@ async def ranks_behind(
                 yield lambda: keep(RemoteExecutor(remote.addresses, world_size=world_size, settings=settings))
         else:
             name = f"suite-of-{world_size}"
-            yield lambda: keep(RayExecutor(name=name, world_size=world_size, settings=settings, linger_s=60.0))
+            on_a_node = replace(settings, allow_plaintext_listen=True)
+            yield lambda: keep(RayExecutor(name=name, world_size=world_size, settings=on_a_node, linger_s=60.0))
     finally:
         if kind == RAY:
             await _leave_actors(made)
