@@ -1,13 +1,12 @@
-"""Which is faster from one process to N others on this host, the shared-memory ring or gRPC over Unix sockets?
+"""Send steps to child processes, through the shared-memory ring and over gRPC on Unix sockets: a part of steps.py.
 
 One paced message at a time, as steps are. Latency is from before the message is made until the *last* reader has it
 parsed. CPU is per message, user and system, all threads of a process; the cost of the pacing itself is taken off the
-writer's. Both transports in turns in the same run. Prints a table, and as its last line one JSON object.
+writer's. Both transports in turns in the same run. Run as a program this is one reader.
 """
 
 from __future__ import annotations
 
-import argparse
 import array
 import asyncio
 import contextlib
@@ -17,7 +16,8 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,15 +33,14 @@ _MAX_MESSAGE_BYTES = 64 << 20
 _WARMUP = 50  # messages that count nowhere
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    made.add_argument("--readers", type=int, nargs="+", default=[1, 2, 4, 8], help="reader processes")
-    made.add_argument("--messages", type=int, default=1000, help="per round")
-    made.add_argument("--message-bytes", type=int, default=200, help="of the serialized delta")
-    made.add_argument("--interval-ms", type=float, default=2.0, help="from one message to the next")
-    made.add_argument("--rounds", type=int, default=3, help="of each transport and number of readers, in turns")
-    made.add_argument("--reader", nargs=2, metavar=("TRANSPORT", "WHERE"), help=argparse.SUPPRESS)
-    return made
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is sent."""
+
+    messages: int  # per round
+    message_bytes: int  # of the serialized delta
+    interval_ms: float  # from one message to the next
+    rounds: int  # of each transport and number of readers, in turns
 
 
 # In a reader's process
@@ -123,7 +122,7 @@ class Transport(Protocol):
 
 async def _start(transport: str, where: str, *fds: int) -> Process:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--reader", transport, where, stdout=PIPE, pass_fds=fds, limit=64 << 20
+        sys.executable, __file__, transport, where, stdout=PIPE, pass_fds=fds, limit=64 << 20
     )
     return process
 
@@ -193,32 +192,32 @@ class StreamTransport:
         self._directory.cleanup()
 
 
-async def pace(send: Callable[[], None], args: argparse.Namespace) -> float:
+async def pace(send: Callable[[], None], load: Load) -> float:
     """Call ``send`` at the interval; return the CPU time per call, warm-up left out."""
     cpu_began = time.process_time()
     due = time.monotonic()
-    for number in range(_WARMUP + args.messages):
+    for number in range(_WARMUP + load.messages):
         if number == _WARMUP:
             cpu_began = time.process_time()
-        due = max(due + args.interval_ms / 1000, time.monotonic())
+        due = max(due + load.interval_ms / 1000, time.monotonic())
         await asyncio.sleep(due - time.monotonic())
         send()
     await asyncio.sleep(0.2)
-    return (time.process_time() - cpu_began) / args.messages * 1e6
+    return (time.process_time() - cpu_began) / load.messages * 1e6
 
 
-async def measure(transport: Transport, num_readers: int, args: argparse.Namespace) -> dict[str, Any]:
+async def measure(transport: Transport, num_readers: int, load: Load) -> dict[str, Any]:
     """Run one round."""
-    delta = bytes(range(256)) * (args.message_bytes // 256 + 1)
+    delta = bytes(range(256)) * (load.message_bytes // 256 + 1)
     sent_ns: list[int] = []
 
     def send() -> None:
         sent_ns.append(time.monotonic_ns())
-        transport.send(worker_pb2.StepsRequest(epoch=1, delta=delta[: args.message_bytes]))
+        transport.send(worker_pb2.StepsRequest(epoch=1, delta=delta[: load.message_bytes]))
 
     processes = await transport.open(num_readers)
     try:
-        writer_us = await pace(send, args)
+        writer_us = await pace(send, load)
         await transport.close()
         told = [json.loads((await process.communicate())[0]) for process in processes]
     finally:
@@ -235,26 +234,26 @@ async def measure(transport: Transport, num_readers: int, args: argparse.Namespa
     }
 
 
-async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all rounds; return a row for each transport and number of readers."""
+async def compare(readers: Sequence[int], load: Load, on_row: Callable[[dict[str, Any]], None]) -> None:
+    """Run all rounds; tell a row for each transport and number of readers."""
     transports: dict[str, Callable[[], Transport]] = {"ring": RingTransport, "stream": StreamTransport}
-    rows = []
-    for num_readers in args.readers:
+    for num_readers in readers:
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in transports}
         pacing_us = []
-        for _ in range(args.rounds):
-            pacing_us.append(await pace(lambda: None, args))
+        for _ in range(load.rounds):
+            pacing_us.append(await pace(lambda: None, load))
             for name, make in transports.items():
-                rounds[name].append(await measure(make(), num_readers, args))
+                rounds[name].append(await measure(make(), num_readers, load))
         for name, of in rounds.items():
             latencies = [value for one in of for value in one["latencies_us"]]
             row: dict[str, Any] = {"transport": name, "num_readers": num_readers}
             row |= {f"p{percent}_us": round(percentile(latencies, percent), 1) for percent in (50, 99)}
             row["writer_cpu_us"] = round(statistics.median(one["writer_us"] for one in of) - min(pacing_us), 1)
             row["reader_cpu_us"] = round(statistics.median(one["reader_us"] for one in of), 1)
-            rows.append(row)
-            print(line(row), flush=True)
-    return rows
+            on_row(row)
+
+
+HEAD = f"{'transport':<10}{'readers':>8}{'p50 us':>12}{'p99 us':>12}{'writer CPU us':>16}{'reader CPU us':>16}"
 
 
 def line(row: dict[str, Any]) -> str:
@@ -265,17 +264,6 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    args = parser().parse_args()
-    if args.reader:
-        transport, where = args.reader
-        asyncio.run({"ring": read_ring, "stream": read_stream}[transport](where))
-        return
-    head = f"{'transport':<10}{'readers':>8}{'p50 us':>12}{'p99 us':>12}{'writer CPU us':>16}{'reader CPU us':>16}"
-    print(f"{head}\n{'-' * len(head)}")
-    rows = asyncio.run(run(args))
-    print(json.dumps({"message_bytes": args.message_bytes, "interval_ms": args.interval_ms, "rows": rows}))
-
-
 if __name__ == "__main__":
-    main()
+    kind, place = sys.argv[1:]
+    asyncio.run({"ring": read_ring, "stream": read_stream}[kind](place))

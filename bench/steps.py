@@ -5,6 +5,9 @@ delta (build), handing it to gRPC (send), reading, checking and applying it on t
 result, counting it and giving every request its token (result). None of it may grow with the context, and what the wire
 carries is a few bytes for the rows that cross a block boundary.
 
+And how does a step get to several child processes on this host? Through the shared-memory ring and over a stream on a
+Unix socket each, in turns, to 1, 2, 4 and 8 readers: latency until the last one has it parsed, and CPU of both ends.
+
 There is no model and no text here: sampled ids are made up. Rows are staggered, so that in every step one in block_size
 begins a block. Times are microseconds, means over the steps with the 90th percentile beside them; "host" is schedule +
 build + result, what the control plane spends on a step beside sending it.
@@ -12,7 +15,8 @@ build + result, what the control plane spends on a step beside sending it.
 Examples:
   python bench/steps.py                              # 1, 16, 64, 256 rows at 128 and 4096 tokens; 1000 waiting
   python bench/steps.py --rows 256 --contexts 128 --steps 2000
-  python bench/steps.py --rows 1024 --block-size 32 --no-send
+  python bench/steps.py --rows 1024 --block-size 32 --no-send --readers 0
+  python bench/steps.py --rows 0 --readers 2,8 --messages 3000        # ring against stream alone
 
 The last line is one JSON object with the same figures.
 """
@@ -38,6 +42,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from broadcast import HEAD, Load, compare, line
 from control_plane.deltas import DeltaEncoder, row_payload, step_tokens
 from control_plane.generation import SamplingChoice
 from control_plane.scheduling.plan import StepPlan
@@ -227,8 +232,10 @@ def table(results: list[dict[str, Any]]) -> Table:
 
 def numbers(text: str) -> list[int]:
     values = [int(part) for part in text.split(",")]
+    if values == [0]:
+        return []
     if min(values) < 1:
-        raise argparse.ArgumentTypeError("every number must be at least 1")
+        raise argparse.ArgumentTypeError("every number must be at least 1, or 0 stand alone for none")
     return values
 
 
@@ -236,24 +243,53 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench/steps.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=numbers, default=[1, 16, 64, 256], help="decoding rows, default 1,16,64,256")
+    parser.add_argument(
+        "--rows", type=numbers, default=[1, 16, 64, 256], help="decoding rows, default 1,16,64,256; 0: no such case"
+    )
     parser.add_argument("--contexts", type=numbers, default=[128, 4096], help="tokens of a row, default 128,4096")
     parser.add_argument("--waiting", type=int, default=1000, help="one more case with so many waiting; 0: none")
     parser.add_argument("--steps", type=int, default=400, help="measured steps of a case, default 400")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block, default 16")
     parser.add_argument("--no-send", action="store_true", help="start no sink process, write to no stream")
+    broadcast = parser.add_argument_group("ring against stream")
+    broadcast.add_argument(
+        "--readers", type=numbers, default=[1, 2, 4, 8], help="reader processes, default 1,2,4,8; 0: do not compare"
+    )
+    broadcast.add_argument("--messages", type=int, default=1000, help="of a round, default 1000")
+    broadcast.add_argument("--message-bytes", type=int, default=200, help="of a serialized delta, default 200")
+    broadcast.add_argument("--interval-ms", type=float, default=2.0, help="between messages, default 2")
+    broadcast.add_argument("--rounds", type=int, default=3, help="of each transport, in turns, default 3")
     return parser.parse_args()
+
+
+def compare_transports(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure ring against stream, with a line for people as soon as there is one."""
+    load = Load(
+        messages=arguments.messages,
+        message_bytes=arguments.message_bytes,
+        interval_ms=arguments.interval_ms,
+        rounds=arguments.rounds,
+    )
+    rows: list[dict[str, Any]] = []
+
+    def tell(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(line(row), flush=True)
+
+    print(f"\n{HEAD}\n{'-' * len(HEAD)}")
+    asyncio.run(compare(arguments.readers, load, tell))
+    return rows
 
 
 def main() -> None:
     arguments = parse_arguments()
     cases = [(rows, context, 0) for rows in arguments.rows for context in arguments.contexts]
-    if arguments.waiting:
+    if arguments.waiting and arguments.rows:
         cases.append((max(arguments.rows), min(arguments.contexts), arguments.waiting))
     console = Console()
-    results = []
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="maniple-steps-") as directory:
-        sender = None if arguments.no_send else Sender(directory)
+        sender = Sender(directory) if cases and not arguments.no_send else None
         try:
             for rows, context, waiting in cases:
                 with console.status(f"{rows} rows at {context} tokens, {waiting} waiting"):
@@ -263,10 +299,12 @@ def main() -> None:
         finally:
             if sender:
                 sender.close()
-    console.print(table(results))
-    print(
-        json.dumps({"bench": "steps", "steps": arguments.steps, "block_size": arguments.block_size, "cases": results})
-    )
+    if results:
+        console.print(table(results))
+    rows = compare_transports(arguments) if arguments.readers else []
+    broadcast = {"message_bytes": arguments.message_bytes, "interval_ms": arguments.interval_ms, "rows": rows}
+    result = {"bench": "steps", "steps": arguments.steps, "block_size": arguments.block_size, "cases": results}
+    print(json.dumps(result | {"broadcast": broadcast}))
 
 
 if __name__ == "__main__":

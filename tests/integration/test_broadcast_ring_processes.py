@@ -183,10 +183,11 @@ async def test_fifty_rings_leave_nothing_behind_half_of_them_with_killed_readers
 
 
 def test_bench_measures_both_ways_and_ends_with_json():
-    bench = Path(__file__).resolve().parents[2] / "bench" / "broadcast.py"
-    command = [sys.executable, str(bench), "--readers", "2", "--messages", "40", "--rounds", "1", "--interval-ms", "1"]
+    bench = Path(__file__).resolve().parents[2] / "bench" / "steps.py"
+    short = ["--rows", "0", "--readers", "2", "--messages", "40", "--rounds", "1", "--interval-ms", "1"]
+    command = [sys.executable, str(bench), *short]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    rows = json.loads(done.stdout.splitlines()[-1])["broadcast"]["rows"]
     assert [(row["transport"], row["num_readers"]) for row in rows] == [("ring", 2), ("stream", 2)]
     assert all(0 < row["p50_us"] <= row["p99_us"] and row["reader_cpu_us"] > 0 for row in rows)
