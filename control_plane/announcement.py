@@ -30,6 +30,14 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenAiReady:
+    """The gateway beside us accepts OpenAI clients. Comes again when it was started anew."""
+
+    url: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """A group is gone; ``reason`` names the rank. ``Ready`` comes again when it was formed anew."""
 
@@ -48,4 +56,4 @@ class Stopping:
     again: str = ""  # the signal that, sent once more, ends them at once
 
 
-Announcement = StageProgress | Ready | Lost | Stopping
+Announcement = StageProgress | Ready | OpenAiReady | Lost | Stopping

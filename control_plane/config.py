@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from control_plane import openai_gateway
 from control_plane.executors.ray_surroundings import in_placement_group
 from control_plane.executors.selection import AUTO, EXECUTORS, MP, RAY, REMOTE, UNI, Surroundings, choose_executor
 from control_plane.executors.worker_addresses import DNS, address_rule, one_per_rank
 from control_plane.model_store import looks_like_path, missing_rule
-from control_plane.security_rules import algorithms_rule, plaintext_faults, security_faults
+from control_plane.security_rules import algorithms_rule, knows_callers, plaintext_faults, security_faults
 from service_chassis.errors import ConfigurationError
 from service_chassis.server_address import is_wildcard
 from service_chassis.settings import (
@@ -138,6 +139,11 @@ class ControlPlaneConfig:
     listen: str = setting("127.0.0.1:50051", topic=SERVER, read=read_text, rule=_listen_rule, metavar="ADDRESS")
     """Where clients connect: HOST:PORT or unix:PATH; port 0 takes a free one. Loopback by default: without TLS and
     authentication others may generate here, and AdminService is served to nobody but this machine."""
+
+    openai_port: int = setting(0, topic=SERVER, read=read_whole, rule=at_least(0, at_most=65535), metavar="PORT")
+    """Serve OpenAI's HTTP on this port of --listen's host, through the gateway `smg` (extra `openai`) in a process of
+    its own that ends with this one. 0: not at all. It needs a --listen in plaintext that asks nobody who he is: whoever
+    reaches the port may generate."""
 
     advertise_address: str = setting("", topic=SERVER, read=read_text, rule=_advertise_rule, metavar="ADDRESS")
     """Where clients and other control planes reach this one, HOST:PORT or unix:PATH, told to them when another one is
@@ -420,6 +426,8 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
     if config.max_groups and not config.worker_addresses:
         faults.append(("max_groups", config.max_groups, "needs --worker-addresses: all other groups are its own"))
     faults += security_faults(config)
+    if config.openai_port:
+        faults += _gateway_faults(config)
     for name in ("heartbeat_timeout_s", "lease_s"):
         # Two lost reports in a row must not look like a death.
         least = 2 * max(config.report_interval_s, config.idle_report_interval_s)
@@ -433,6 +441,21 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
                 )
             )
     return faults
+
+
+def _gateway_faults(config: ControlPlaneConfig) -> list[Fault]:
+    """Find why the gateway could not reach this server."""
+    rule = ""
+    if config.listen.startswith("unix:"):
+        rule = "needs --listen HOST:PORT: the gateway connects over TCP"
+    elif config.tls_certificate or knows_callers(config):
+        rule = (
+            "must be 0 with TLS or authentication: the gateway beside us has no credentials; start one of your own, "
+            "with them, see docs/doors.md"
+        )
+    elif config.listen.rpartition(":")[2] == str(config.openai_port):
+        rule = f"must differ from the port of --listen, {config.listen}"
+    return [("openai_port", config.openai_port, rule)] if rule else []
 
 
 def load_config(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> ControlPlaneConfig:
@@ -536,6 +559,8 @@ def resolve_auto(
     if not choice.executor:
         raise ConfigurationError([("executor", config.executor, choice.reason)])
     faults = _owner_faults(config, choice.executor, world_size)
+    if config.openai_port and not openai_gateway.is_installed():
+        faults.append(("openai_port", config.openai_port, openai_gateway.MISSING))
     if choice.executor in (UNI, MP) and not on_gpu:
         faults += _crowding_faults(config, world_size, os.cpu_count() or 1)
     if faults:

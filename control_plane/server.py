@@ -37,6 +37,7 @@ from control_plane.handover import HandoverSettings
 from control_plane.listeners import Listeners
 from control_plane.model_split import check_split
 from control_plane.model_store import ModelPlace, resolve_model
+from control_plane.openai_gateway import OpenAiGateway
 from control_plane.relay import OwnerChannels, Relay
 from control_plane.security import Security, load_security
 from control_plane.security_rules import knows_callers
@@ -47,6 +48,8 @@ from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from service_chassis.ids import Rank
 from service_chassis.reflection import add_reflection
+from service_chassis.server import check_free
+from service_chassis.server_address import local_target
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
@@ -79,6 +82,8 @@ async def serve(config: ControlPlaneConfig, *, announce: Announce) -> int:
     channels = OwnerChannels(
         max_message_bytes=config.max_message_bytes, tls=security.relay_tls, token=security.relay_token
     )
+    if config.openai_port:
+        check_free(f"{config.listen.rpartition(':')[0]}:{config.openai_port}", "openai_port")
     listeners = Listeners(
         config, security, [Relay(fleet, RELAYED_SERVICES, channels, answered_here=kserve_extra.ANSWERED_HERE)]
     )
@@ -123,6 +128,7 @@ class ControlPlane:
         self._facts: dict[str, GroupFacts] = {}  # of every group as it was formed last, by its name
         self._stopping = threading.Event()  # read by the thread that fetches a model
         self._recorder: DeltaRecorder | None = None
+        self._gateway: asyncio.Task[None] | None = None
 
     async def run(self, signals: StopSignals) -> int:
         """Start, serve, stop."""
@@ -152,6 +158,7 @@ class ControlPlane:
             raise ConfigurationError([(error.field, value, error.rule)]) from error
         self._is_up = True
         self._announce_ready()
+        self._open_gateway()
         await _first(signals.stop.wait(), self._all_given_up())
         if not signals.stop.is_set():
             # The last one, if one after the other was; raises what a keeper failed with.
@@ -164,6 +171,7 @@ class ControlPlane:
     async def end(self) -> None:
         """End the groups, then the calls that still wait, then the server."""
         await self._keep_no_more()
+        await self._close_gateway()
         for keeper in self._keepers:
             self._fleet.leave("shutting down", keeper.name)
         await asyncio.gather(*(keeper.end("the control plane shuts down") for keeper in self._keepers))
@@ -207,6 +215,28 @@ class ControlPlane:
             health_pb2_grpc.add_HealthServicer_to_server(told, listeners.probe)
         await listeners.start()
         log.info("server.started", address=self._address)
+
+    def _open_gateway(self) -> None:
+        """Put the gateway for OpenAI clients beside us, if it is wanted. It learns of groups that come later itself."""
+        config = self._config
+        if config.openai_port:
+            gateway = OpenAiGateway(
+                host=config.listen.rpartition(":")[0],
+                port=config.openai_port,
+                server_address=local_target(self._address),
+                announce=self._announce,
+                log_level=config.log_level,
+                log_json=config.log_format == "json",
+            )
+            self._gateway = asyncio.create_task(gateway.run(), name="openai-gateway")
+
+    async def _close_gateway(self) -> None:
+        """End it before the server that it calls."""
+        if self._gateway is not None:
+            self._gateway.cancel()
+            (outcome,) = await asyncio.gather(self._gateway, return_exceptions=True)
+            if isinstance(outcome, Exception):  # a defect, which ended nobody else
+                log.error("openai_gateway.failed", exc_info=outcome)
 
     async def _start_keeping(self, place: ModelPlace, served: ServedModel) -> None:
         """Form all groups, side by side, until each is ours or another's. One that cannot be formed ends the start."""

@@ -85,6 +85,12 @@ def bind(
     return f"{host}:{port}"
 
 
+def check_free(address: str, field: str) -> None:
+    """Raise ``ConfigurationError`` unless another program could bind ``address`` now."""
+    if failure := _bind_failure(address):
+        raise ConfigurationError([(field, address, failure)])
+
+
 def _answers(path: str) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)

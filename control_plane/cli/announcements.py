@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
-from control_plane.announcement import Announcement, Lost, Ready, StageProgress, Stopping
+from control_plane.announcement import Announcement, Lost, OpenAiReady, Ready, StageProgress, Stopping
 from control_plane.cli.command_name import command_name
 from maniple_client.channel import DEFAULT_ADDRESS
 from service_chassis.ids import Rank
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 _KINDS: dict[str, Callable[..., Announcement]] = {
     "stage": StageProgress,
     "ready": Ready,
+    "openai_ready": OpenAiReady,
     "lost": Lost,
     "stopping": Stopping,
 }
 
 
 def to_json(announcement: Announcement) -> str:
-    """Return one line of JSON: the fields, and ``event``, one of stage, ready, lost, stopping."""
+    """Return one line of JSON: the fields, and ``event``, one of stage, ready, openai_ready, lost, stopping."""
     event = next(name for name, kind in _KINDS.items() if type(announcement) is kind)
     return json.dumps({"event": event, **dataclasses.asdict(announcement)})
 
@@ -50,6 +51,11 @@ def ready_line(ready: Ready) -> str:
         f"Serving {ready.model} on {ready.address} (context {ready.max_model_len} tokens, KV cache {tokens} tokens). "
         f"Now type: {command_name()} chat{at}"
     )
+
+
+def openai_line(ready: OpenAiReady) -> str:
+    """Say what OpenAI clients take as their base URL."""
+    return f"OpenAI clients: {ready.url}"
 
 
 def stage_label(stage: str, rank: Rank, group: str = "") -> str:
@@ -127,6 +133,8 @@ class PlainLines:
                     self._print(stage_label(stage, rank, group) + (f": {detail}" if detail else ""))
             case Ready():
                 self._print(ready_line(announcement))
+            case OpenAiReady():
+                self._print(openai_line(announcement))
             case Lost():
                 self._print(lost_line(announcement))
             case Stopping():
@@ -176,6 +184,8 @@ class Bars:
             case Ready():
                 self._progress.stop()
                 self._console.print(ready_line(announcement), highlight=False, soft_wrap=True)
+            case OpenAiReady():
+                self._console.print(openai_line(announcement), highlight=False, soft_wrap=True)
             case Lost():
                 self._progress.stop()
                 self._console.print(lost_line(announcement), highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from control_plane.announcement import Announcement, Lost, Ready, StageProgress, Stopping
+from control_plane.announcement import Announcement, Lost, OpenAiReady, Ready, StageProgress, Stopping
 from control_plane.cli.announcements import (
     PlainLines,
     display,
@@ -27,6 +27,7 @@ READY = Ready("127.0.0.1:50051", "demo", 8192, 100, 16)
         StageProgress("load", Rank(0), 0.5, "layer 3"),
         StageProgress("load", Rank(0), 0.5, group="1"),
         READY,
+        OpenAiReady("http://127.0.0.1:8000/v1", 4711),
         Lost("rank 1 exited: killed by SIGKILL", 0.5, "1"),
         Lost("rank 1 exited: killed by SIGKILL", None),
         Stopping("SIGTERM", 2),
