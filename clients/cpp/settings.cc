@@ -29,6 +29,7 @@ flags:
   --cancel-after N      cancel after so many tokens (default: never)
   --retry-for S         give up after so many seconds without a word (default 30)
   --start-over N        begin anew so often when what had begun is lost (default 1)
+  --detach-grace S      the request goes on so many seconds without a connection (default 0)
   --ca FILE             use TLS, and trust the certificates in this file
   --token-file FILE     send the bearer token in this file (needs --ca)
   --json                print one JSON object a line
@@ -92,8 +93,9 @@ Settings ParseSettings(int argc, char** argv) {
       {"seed", required_argument, nullptr, 0},         {"ignore-eos", no_argument, nullptr, 0},
       {"deadline", required_argument, nullptr, 0},     {"cancel-after", required_argument, nullptr, 0},
       {"retry-for", required_argument, nullptr, 0},    {"start-over", required_argument, nullptr, 0},
-      {"ca", required_argument, nullptr, 0},           {"token-file", required_argument, nullptr, 0},
-      {"json", no_argument, nullptr, 0},               {"help", no_argument, nullptr, 0},
+      {"detach-grace", required_argument, nullptr, 0}, {"ca", required_argument, nullptr, 0},
+      {"token-file", required_argument, nullptr, 0},   {"json", no_argument, nullptr, 0},
+      {"help", no_argument, nullptr, 0},
       {nullptr, 0, nullptr, 0}};
   Settings settings;
   const char* server = std::getenv("MANIPLE_SERVER");
@@ -132,6 +134,8 @@ Settings ParseSettings(int argc, char** argv) {
       settings.patience.retry_for = Milliseconds(Read<double>(flag, word));
     } else if (flag == "start-over") {
       settings.patience.starts_over = Read<int>(flag, word);
+    } else if (flag == "detach-grace") {
+      request.set_detach_grace_s(Read<float>(flag, word));
     } else if (flag == "ca") {
       settings.ca = word;
     } else if (flag == "token-file") {

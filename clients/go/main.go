@@ -32,7 +32,7 @@ flags:
 type settings struct {
 	targets, prompt, tokenIDs, requestID, ca, tokenFile string
 	maxTokens, cancelAfter, startOver                   uint
-	temperature, deadline, retryFor                     float64
+	temperature, deadline, retryFor, detachGrace        float64
 	seed                                                int64
 	ignoreEOS, json                                     bool
 }
@@ -55,6 +55,7 @@ func parse(words []string) (verb string, s settings, rest []string, err error) {
 	flags.Float64Var(&s.deadline, "deadline", 0, "end the request after so many `seconds` (default: never)")
 	flags.UintVar(&s.cancelAfter, "cancel-after", 0, "cancel after so many `tokens` (default: never)")
 	flags.Float64Var(&s.retryFor, "retry-for", 30, "give up after so many `seconds` without a word")
+	flags.Float64Var(&s.detachGrace, "detach-grace", 0, "the request goes on so many `seconds` without a connection")
 	flags.UintVar(&s.startOver, "start-over", 1, "begin anew so `often` when what had begun is lost")
 	flags.StringVar(&s.ca, "ca", "", "use TLS, and trust the certificates in this `file`")
 	flags.StringVar(&s.tokenFile, "token-file", "", "send the bearer token in this `file` (needs --ca)")
@@ -63,8 +64,15 @@ func parse(words []string) (verb string, s settings, rest []string, err error) {
 		flags.Usage()
 		return "", s, nil, flag.ErrHelp
 	}
-	err = flags.Parse(words[1:])
-	return words[0], s, flags.Args(), err
+	// The package stops at the first word that is no flag; here they may come in any order.
+	for words, verb = words[1:], words[0]; err == nil && len(words) > 0; {
+		if err = flags.Parse(words); err == nil && flags.NArg() > 0 {
+			rest, words = append(rest, flags.Arg(0)), flags.Args()[1:]
+		} else {
+			words = nil
+		}
+	}
+	return verb, s, rest, err
 }
 
 func (s *settings) request() (*pb.GenerateRequest, error) {
@@ -78,7 +86,7 @@ func (s *settings) request() (*pb.GenerateRequest, error) {
 		seed := uint64(s.seed)
 		sampling.Seed = &seed
 	}
-	request := &pb.GenerateRequest{RequestId: s.requestID, Sampling: sampling}
+	request := &pb.GenerateRequest{RequestId: s.requestID, Sampling: sampling, DetachGraceS: float32(s.detachGrace)}
 	if s.tokenIDs == "" {
 		request.Prompt = &pb.GenerateRequest_Text{Text: s.prompt}
 		return request, nil

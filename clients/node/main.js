@@ -31,6 +31,7 @@ flags:
   --cancel-after N      cancel after so many tokens (default: never)
   --retry-for S         give up after so many seconds without a word (default 30)
   --start-over N        begin anew so often when what had begun is lost (default 1)
+  --detach-grace S      the request goes on so many seconds without a connection (default 0)
   --ca FILE             use TLS, and trust the certificates in this file
   --token-file FILE     send the bearer token in this file (needs --ca)
   --json                print one JSON object a line
@@ -50,6 +51,7 @@ const FLAGS = {
   "cancel-after": string,
   "retry-for": { type: "string", default: "30" },
   "start-over": { type: "string", default: "1" },
+  "detach-grace": { type: "string", default: "0" },
   ca: string,
   "token-file": string,
   json: { type: "boolean", default: false },
@@ -68,7 +70,8 @@ function requestOf(flags) {
   const sampling = { max_tokens: number("max-tokens", flags["max-tokens"]), ignore_eos: flags["ignore-eos"] };
   if (flags.temperature !== undefined) sampling.temperature = number("temperature", flags.temperature);
   if (flags.seed !== undefined) sampling.seed = number("seed", flags.seed);
-  const request = { request_id: flags["request-id"], sampling };
+  const detach_grace_s = number("detach-grace", flags["detach-grace"]);
+  const request = { request_id: flags["request-id"], sampling, detach_grace_s };
   if (flags["token-ids"] === undefined) return { ...request, text: flags.prompt };
   return { ...request, token_ids: { ids: flags["token-ids"].split(",").map((one) => number("token-ids", one)) } };
 }

@@ -33,8 +33,8 @@ INFERENCE = "maniple.v1.InferenceService"
 class ServeProcess:
     """The process, what it announced, and how it is reached."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "control_plane.cli", "serve", "--announce", "json", "--log-level", "warning"]
+    def __init__(self, words: Sequence[str], *, verb: str = "serve") -> None:
+        command = [sys.executable, "-m", "control_plane.cli", verb, "--announce", "json", "--log-level", "warning"]
         self.process = subprocess.Popen(
             [*command, "--listen", "127.0.0.1:0", *words], stdout=subprocess.PIPE, text=True
         )

@@ -22,7 +22,10 @@ Stream::Stream(Servers& servers, v1::GenerateRequest request, Deadline deadline,
   if (request_.request_id().empty()) request_.set_request_id(NewRequestId());
 }
 
-Stream::~Stream() { HangUp(); }
+Stream::~Stream() {
+  HangUp();
+  if (started_ && !has_ended_ && request_.detach_grace_s() > 0) Abort();
+}
 
 Event Stream::Next() {
   if (is_done_) return End{};
@@ -33,7 +36,7 @@ Event Stream::Next() {
       in_band = ProblemInBand(response.error());
     } else if (IsNews(response)) {
       recovery_.Heard();
-      is_done_ = response.has_done();
+      is_done_ = has_ended_ = response.has_done();
       return response;
     }
   }
@@ -84,6 +87,16 @@ void Stream::HangUp() {
   call_.reset();
 }
 
+// The server was asked to go on when a connection ends, so it must be told. If it cannot be, it is not needed.
+void Stream::Abort() {
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(5));
+  v1::AbortRequest request;
+  v1::AbortResponse answer;
+  request.set_request_id(request_.request_id());
+  servers_.now().inference->Abort(&context, request, &answer);
+}
+
 // Keeps what a message says. A resumed stream says again what began and what ended; that is no news.
 bool Stream::IsNews(const Response& response) {
   switch (response.event_case()) {
@@ -120,6 +133,7 @@ Event Stream::GoOn(Problem problem) {
   const auto is_late = [&] { return deadline_ && std::chrono::system_clock::now() + step.delay >= *deadline_; };
   if (step.action == Action::kGiveUp || is_late()) {
     is_done_ = true;
+    has_ended_ = !problem.reason.empty();
     return problem;
   }
   if (step.action == Action::kStartOver) {

@@ -53,6 +53,7 @@ class Stream {
 
   void Open();
   void HangUp();
+  void Abort();
   bool IsNews(const Response& response);
   void Count(std::uint32_t index, int num_tokens, std::size_t num_text_bytes);
   Event GoOn(Problem problem);
@@ -65,7 +66,8 @@ class Stream {
   std::unique_ptr<Call> call_;
   std::chrono::milliseconds wait_{0};  // before the next call
   bool sent_before_ = false;
-  bool is_done_ = false;
+  bool is_done_ = false;   // nothing more comes
+  bool has_ended_ = false;  // the server knows that
 
   // What came so far; it is resumed from here.
   std::optional<Response::Started> started_;

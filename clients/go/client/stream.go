@@ -11,6 +11,8 @@ import (
 	pb "maniple.dev/gen/maniple/v1"
 )
 
+const abortTimeout = 5 * time.Second
+
 // Event is *pb.GenerateResponse_Started_, _Chunk, _Finished or _Done, as it came, or *Recovering.
 type Event interface{}
 
@@ -38,7 +40,8 @@ type Stream struct {
 	started  *pb.GenerateResponse_Started
 	cursors  map[uint32]*pb.ResumeRequest_Cursor
 	finished map[uint32]bool
-	done     bool
+	done     bool // nothing more comes
+	ended    bool // the server knows that
 }
 
 // Recv returns the next event, io.EOF after the last one of a good stream, or a *Problem.
@@ -67,8 +70,15 @@ func (s *Stream) Recv() (Event, error) {
 
 // Close cancels what still runs: the server frees what it held within a step.
 func (s *Stream) Close() {
-	s.done = true
+	begun := s.started != nil && !s.ended
+	s.done, s.ended = true, true
 	s.hangUp()
+	if begun && s.request.DetachGraceS > 0 {
+		// The server was asked to go on when a connection ends, so it must be told. If it cannot be, it is not needed.
+		ctx, cancel := context.WithTimeout(context.Background(), abortTimeout)
+		defer cancel()
+		_, _ = s.servers.now().inference.Abort(ctx, &pb.AbortRequest{RequestId: s.request.RequestId})
+	}
 }
 
 func (s *Stream) hangUp() {
@@ -141,6 +151,7 @@ func (s *Stream) take(response *pb.GenerateResponse) Event {
 		s.count(event.Finished.Index, event.Finished.TokenIds, event.Finished.Text)
 		return event
 	case *pb.GenerateResponse_Done_:
+		s.ended = true
 		s.Close()
 		return event
 	case *pb.GenerateResponse_Error:
@@ -163,7 +174,7 @@ func (s *Stream) goOn(problem *Problem) (Event, error) {
 	s.hangUp()
 	action, delay := s.recovery.after(problem, time.Now(), s.started != nil, s.sentBefore)
 	if action == GiveUp || s.ctx.Err() != nil {
-		s.done = true
+		s.done, s.ended = true, problem.Reason != ""
 		return nil, problem
 	}
 	if action != StartOver {

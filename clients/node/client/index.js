@@ -81,29 +81,39 @@ export class Client {
     const recovery = new Recovery({ giveUpAfterMs: retryForMs, startsOver });
     let transcript = new Transcript();
     let sentBefore = false;
-    for (;;) {
-      let problem;
-      try {
-        for await (const [kind, event] of this.#read(asked, transcript, { deadline, signal })) {
-          recovery.heard();
-          yield { kind, ...event };
-          if (kind === "done") return;
+    let ended = false; // and the server knows it
+    try {
+      for (;;) {
+        let problem;
+        try {
+          for await (const [kind, event] of this.#read(asked, transcript, { deadline, signal })) {
+            recovery.heard();
+            ended = kind === "done";
+            yield { kind, ...event };
+            if (ended) return;
+          }
+          problem = endedEarly();
+        } catch (error) {
+          problem = problemOf(error);
         }
-        problem = endedEarly();
-      } catch (error) {
-        problem = problemOf(error);
+        const begun = transcript.started !== null;
+        const { action, delayMs } = recovery.after(problem, performance.now(), begun, sentBefore);
+        if (action === GIVE_UP || signal?.aborted) {
+          ended = problem.reason !== "";
+          throw problem;
+        }
+        if (action === START_OVER) {
+          asked = { ...asked, request_id: randomUUID() }; // the old id is taken for a minute
+          transcript = new Transcript();
+        } else {
+          this.#servers.move(problem.ownerAddress);
+        }
+        sentBefore = action === SEND_AGAIN;
+        yield { kind: action, problem, delayMs, target: this.#servers.now.target };
+        await pause(delayMs, deadline, signal);
       }
-      const { action, delayMs } = recovery.after(problem, performance.now(), transcript.started !== null, sentBefore);
-      if (action === GIVE_UP || signal?.aborted) throw problem;
-      if (action === START_OVER) {
-        asked = { ...asked, request_id: randomUUID() }; // the old id is taken for a minute
-        transcript = new Transcript();
-      } else {
-        this.#servers.move(problem.ownerAddress);
-      }
-      sentBefore = action === SEND_AGAIN;
-      yield { kind: action, problem, delayMs, target: this.#servers.now.target };
-      await pause(delayMs, deadline, signal);
+    } finally {
+      if (!ended && transcript.started && asked.detach_grace_s > 0) await this.#abort(asked.request_id);
     }
   }
 
@@ -113,6 +123,11 @@ export class Client {
     return new Promise((resolve, reject) => {
       stub[method](request, { deadline }, (error, answer) => (error ? reject(problemOf(error)) : resolve(answer)));
     });
+  }
+
+  /** The server was asked to go on when a connection ends, so it must be told. If it cannot be, it is not needed. */
+  async #abort(request_id) {
+    await this.call("inference", "Abort", { request_id }, { deadline: new Date(Date.now() + 5000) }).catch(() => {});
   }
 
   /** Read one call, Generate or, once the request has begun, Resume. */

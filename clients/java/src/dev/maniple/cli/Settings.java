@@ -45,6 +45,7 @@ final class Settings {
         --cancel-after N      cancel after so many tokens (default: never)
         --retry-for S         give up after so many seconds without a word (default 30)
         --start-over N        begin anew so often when what had begun is lost (default 1)
+        --detach-grace S      the request goes on so many seconds without a connection (default 0)
         --ca FILE             use TLS, and trust the certificates in this file
         --token-file FILE     send the bearer token in this file (needs --ca)
         --json                print one JSON object a line
@@ -62,7 +63,7 @@ final class Settings {
   private static final Set<String> SWITCHES = Set.of("ignore-eos", "json", "help");
   private static final Set<String> VALUES =
       Set.of("target", "prompt", "token-ids", "request-id", "max-tokens", "temperature", "seed", "deadline",
-          "cancel-after", "retry-for", "start-over", "ca", "token-file");
+          "cancel-after", "retry-for", "start-over", "detach-grace", "ca", "token-file");
 
   final List<String> words = new ArrayList<>(); // the verb and its arguments
   private final Map<String, String> flags = new HashMap<>();
@@ -124,6 +125,7 @@ final class Settings {
     if (has("seed")) {
       sampling.setSeed(number("seed", Long::parseUnsignedLong, 0L));
     }
+    request.setDetachGraceS(number("detach-grace", Float::parseFloat, 0f));
     if (!has("token-ids")) {
       return request.setText(flags.getOrDefault("prompt", "")).build();
     }

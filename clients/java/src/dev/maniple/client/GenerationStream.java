@@ -1,6 +1,7 @@
 package dev.maniple.client;
 
 import com.google.common.base.Utf8;
+import dev.maniple.v1.AbortRequest;
 import dev.maniple.v1.GenerateRequest;
 import dev.maniple.v1.GenerateResponse;
 import dev.maniple.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
@@ -19,8 +20,8 @@ import java.util.UUID;
 import java.util.concurrent.TimeUnit;
 
 /**
- * One generation, whatever happens to the servers under it. For one thread; {@link #close} may come from another.
- * Closing it cancels what still runs: the server frees what it held within a step.
+ * One generation, whatever happens to the servers under it. For one thread. Closing it cancels what still runs: the
+ * server frees what it held within a step.
  */
 public final class GenerationStream implements AutoCloseable {
   private final Servers servers;
@@ -32,7 +33,8 @@ public final class GenerationStream implements AutoCloseable {
   private Problem inBand;
   private Duration delay = Duration.ZERO; // before the next call
   private boolean sentBefore;
-  private boolean isDone;
+  private boolean isDone; // nothing more comes
+  private boolean hasEnded; // the server knows that
 
   // What came so far; it is resumed from here.
   private GenerateResponse.Started started;
@@ -64,6 +66,7 @@ public final class GenerationStream implements AutoCloseable {
           if (isNews(response)) {
             recovery.heard();
             isDone = response.hasDone();
+            hasEnded = isDone;
             return new Event.Message(response);
           }
           continue;
@@ -81,6 +84,15 @@ public final class GenerationStream implements AutoCloseable {
   public void close() {
     isDone = true;
     context.cancel(null);
+    if (started != null && !hasEnded && request.getDetachGraceS() > 0) {
+      // The server was asked to go on when a connection ends, so it must be told.
+      var abort = AbortRequest.newBuilder().setRequestId(request.getRequestId()).build();
+      try {
+        servers.inference().withDeadlineAfter(5, TimeUnit.SECONDS).abort(abort);
+      } catch (StatusRuntimeException notNeeded) {
+        // Who cannot be told runs nothing, or ends it when the grace is over.
+      }
+    }
   }
 
   /** Begins the next call: Generate, or Resume once the request has begun. */
@@ -157,6 +169,7 @@ public final class GenerationStream implements AutoCloseable {
         deadline != null && deadline.timeRemaining(TimeUnit.NANOSECONDS) <= step.delay().toNanos();
     if (step.action() == Action.GIVE_UP || isDone || isLate) {
       isDone = true;
+      hasEnded = !problem.reason().isEmpty();
       throw problem;
     }
     if (step.action() == Action.START_OVER) {

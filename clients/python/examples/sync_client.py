@@ -1,0 +1,76 @@
+"""Maniple from the command line, with the synchronous client.
+
+Run it with ``python clients/python/examples/sync_client.py generate --prompt "Once upon a time"``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from attempts import Attempts
+from command_line import Printer, credentials, generate_options, parser, status_facts
+
+from maniple_client import Chunk, Client, ManipleError
+
+
+def generate(client: Client, flags: argparse.Namespace, printer: Printer) -> None:
+    """Stream a generation. The client resumes it; what it cannot resume is begun anew here."""
+    attempts = Attempts(request_id=flags.request_id, retry_for_s=flags.retry_for, starts_over=flags.start_over)
+    deadline = None if flags.deadline is None else time.monotonic() + flags.deadline
+    while True:
+        left_s = None if deadline is None else max(deadline - time.monotonic(), 0.001)
+        with client.generate(timeout_s=left_s, **generate_options(flags, attempts.request_id)) as stream:
+            try:
+                num_tokens = 0
+                for event in stream:
+                    attempts.heard()
+                    printer.event(event)
+                    num_tokens += len(event.token_ids) if isinstance(event, Chunk) else 0
+                    if 0 < flags.cancel_after <= num_tokens:
+                        stream.close()
+                        if flags.detach_grace:  # it would go on without a connection
+                            client.abort(attempts.request_id)
+                        printer.answer("cancelled")
+                        return
+                return
+            except ManipleError as error:
+                again = attempts.after(error, time.monotonic(), begun=stream.transcript.started is not None)
+                if again is None or (deadline is not None and time.monotonic() + again.delay_s >= deadline):
+                    raise
+                printer.again(error, again)
+        time.sleep(again.delay_s)
+
+
+def run(client: Client, flags: argparse.Namespace, printer: Printer) -> None:
+    """Do what the verb says."""
+    match flags.verb:
+        case "generate":
+            generate(client, flags, printer)
+        case "abort":
+            printer.answer("aborted", was_running=client.abort(flags.argument))
+        case "tokenize":
+            printer.answer("tokens", token_ids=client.tokenize(flags.argument))
+        case "model":
+            model = client.get_model()
+            limits = {"max_model_len": model.max_model_len, "vocab_size": model.vocab_size}
+            printer.answer("model", names=list(model.served_names), **limits)
+        case "status":
+            printer.answer("status", **status_facts(client.status()))
+
+
+def main() -> int:
+    flags = parser("sync_client.py").parse_args()
+    printer = Printer(flags.json)
+    with Client(flags.target.split(","), credentials=credentials(flags), resume_for_s=flags.retry_for) as client:
+        try:
+            run(client, flags, printer)
+        except ManipleError as error:
+            printer.failed(error)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
