@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -179,7 +180,7 @@ def fetch_from_hub(repository: str, progress: Progress) -> Path:
         raise ConfigurationError([("model", repository, rule)]) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[:1]
-        rule = f"cannot be fetched from the hub: {' '.join(first) or type(error).__name__}"
+        rule = f"cannot be fetched from the hub: {_without_secrets(' '.join(first)) or type(error).__name__}"
         raise ConfigurationError([("model", repository, rule)]) from error
     for needed in ("config.json", "tokenizer.json"):
         if not (path / needed).is_file():
@@ -187,6 +188,11 @@ def fetch_from_hub(repository: str, progress: Progress) -> Path:
     if not any(path.glob("*.safetensors")):
         raise ConfigurationError([("model", repository, "has no safetensors on the hub")])
     return path
+
+
+def _without_secrets(text: str) -> str:
+    """Leave out user and password of addresses, as in an HF_ENDPOINT that goes through a proxy, and tokens."""
+    return re.sub(r"hf_\w+", "hf_…", re.sub(r"//[^/\s@]+@", "//…@", text))
 
 
 def _progress_bar(progress: Progress) -> Any:

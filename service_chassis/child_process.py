@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import sys
@@ -15,6 +16,8 @@ _KEPT_LINES = 50
 _LONGEST_LINE_BYTES = 1 << 20
 # After a process ended, how long its last words may take; a grandchild may hold the pipe open for longer.
 _LAST_WORDS_S = 0.5
+# What fetches models needs, and no worker: what a child does not have it cannot tell anybody.
+_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Group)\b(?::.*)?$")
 
 
@@ -52,6 +55,7 @@ class ChildProcess:
             stdout=PIPE,
             stderr=STDOUT,
             pass_fds=pass_fds,
+            env={name: value for name, value in os.environ.items() if name not in _SECRETS},
             start_new_session=True,
             limit=_LONGEST_LINE_BYTES,
         )

@@ -55,6 +55,17 @@ async def test_child_reports_once_with_its_last_lines(capfd: pytest.CaptureFixtu
     assert forwarded[-1] == "ValueError: enough"
 
 
+async def test_child_does_not_get_the_token_of_the_model_hub(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("MANIPLE_WORKER_DEVICE", "cpu")
+    say = "import os; print('token', os.environ.get('HF_TOKEN'), os.environ['MANIPLE_WORKER_DEVICE'])"
+    child = await ChildProcess.start(["-c", say], pass_fds=(), on_exit=lambda cause, tail: None)
+    await child.wait()
+    assert child.log_tail == ("token None cpu",)
+
+
 async def test_child_that_ignores_sigterm_is_killed_after_the_grace() -> None:
     program = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
     child, exits = await start(program)
