@@ -30,7 +30,7 @@ from control_plane.doors.open_inference_converters import (
     to_wanted,
 )
 from control_plane.doors.served_model import ServedModel
-from control_plane.doors.tensors import BOOL, BYTES, UINT32, InferRequest, InferResponse
+from control_plane.doors.tensors import BOOL, BYTES, FP32, UINT32, InferRequest, InferResponse
 from control_plane.generation import Chunk, Event, SampleFinished, Started
 from service_chassis.errors import NotBuilt, QueueFull
 from service_chassis.interceptors import as_maniple_error
@@ -42,7 +42,7 @@ PLATFORM = "maniple"
 # Requests of one stream at a time. Each of them holds memory here, before the engine may say that its queue is full.
 MAX_OPEN_REQUESTS = 1024
 _EXTENSIONS = ("model_configuration", "model_repository", "parameters", "statistics")
-_TYPES = {BYTES: "TYPE_STRING", BOOL: "TYPE_BOOL", UINT32: "TYPE_UINT32"}
+_TYPES = {BYTES: "TYPE_STRING", BOOL: "TYPE_BOOL", UINT32: "TYPE_UINT32", FP32: "TYPE_FP32"}
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
@@ -135,7 +135,13 @@ class OpenInferenceDoor(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             generation = await converters.to_generation(
                 wanted.generate, call, served=self._served, limits=fleet.limits, new_seed=self._new_seed
             )
-            answers = Answers(wanted, service_pb2.ModelInferResponse, generation.sampling.n)
+            tokenizer = self._served.text.tokenizer
+            answers = Answers(
+                wanted,
+                service_pb2.ModelInferResponse,
+                generation.sampling.n,
+                lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False),
+            )
             if is_alone:
                 all_events: AsyncGenerator[Event, None] = events(fleet, generation, context)
             else:

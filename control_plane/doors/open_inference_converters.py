@@ -6,8 +6,9 @@ change. What they may ask for beyond that contract's types is JSON, see ``sampli
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +17,25 @@ from control_plane.doors.sampling_json import read_sampling
 from control_plane.doors.tensors import (
     BOOL,
     BYTES,
+    FP32,
     UINT32,
     InferRequest,
     InferResponse,
     add_counts,
+    add_floats,
     add_texts,
     read_inputs,
 )
 from control_plane.generation import Chunk, FinishReason, SampleFinished
 from maniple.v1.inference_pb2 import GenerateRequest
 from service_chassis.errors import InvalidParameter, UnknownModel, clip
+from service_chassis.protocol.logprobs import Logprobs
 
 VERSION = "1"
 FINAL = "triton_final_response"
 
 TEXT, FINISH, NUM_IN, NUM_OUT = "text_output", "finish_reason", "num_input_tokens", "num_output_tokens"
+LOGPROBS, CUMULATIVE = "logprobs", "cumulative_logprob"
 # Input -> type; those after the first may be left out.
 INPUTS: Mapping[str, str] = {
     "text_input": BYTES,
@@ -40,10 +45,21 @@ INPUTS: Mapping[str, str] = {
     "return_finish_reason": BOOL,
     "return_num_input_tokens": BOOL,
     "return_num_output_tokens": BOOL,
+    "return_logprobs": BOOL,
+    "return_cumulative_logprob": BOOL,
 }
 # Output -> type; an element for each sample, but of num_input_tokens, which has one.
-OUTPUTS: Mapping[str, str] = {TEXT: BYTES, FINISH: BYTES, NUM_IN: UINT32, NUM_OUT: UINT32}
-_SWITCHED = {FINISH: "return_finish_reason", NUM_IN: "return_num_input_tokens", NUM_OUT: "return_num_output_tokens"}
+OUTPUTS: Mapping[str, str] = {
+    TEXT: BYTES,
+    FINISH: BYTES,
+    NUM_IN: UINT32,
+    NUM_OUT: UINT32,
+    LOGPROBS: BYTES,
+    CUMULATIVE: FP32,
+}
+_SWITCHED = {name: f"return_{name}" for name in OUTPUTS if name != TEXT}
+# What JSON has no number for: vLLM's own for minus infinity.
+_LEAST_LOGPROB = -9999.0
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 _NOT_FINISHED = "None"  # what that backend says
 
@@ -93,6 +109,12 @@ def to_wanted(request: InferRequest, *, default_model: str, may_stream: bool) ->
         )
     params = read_sampling("sampling_parameters.", sampling or {})
     params.MergeFrom(read_sampling("parameters.", custom.sampling))
+    if params.HasField("prompt_logprobs"):
+        rule = "must be unset: this protocol has no output for them"
+        raise InvalidParameter("prompt_logprobs", params.prompt_logprobs, rule)
+    outputs = _outputs(request, inputs, has_logprobs=params.HasField("logprobs"))
+    if outputs & {LOGPROBS, CUMULATIVE} and not params.HasField("logprobs"):
+        params.logprobs = 0  # of the sampled tokens alone
     return Wanted(
         generate=GenerateRequest(
             request_id=_unique_id(request.id),
@@ -106,7 +128,7 @@ def to_wanted(request: InferRequest, *, default_model: str, may_stream: bool) ->
         request_id=request.id,
         streams=streams,
         prefix="" if excludes_input else text,
-        outputs=_outputs(request, inputs),
+        outputs=outputs,
         timeout_s=custom.timeout_s,
     )
 
@@ -173,27 +195,33 @@ def _unique_id(client_id: str) -> str:
     return f"{client_id[:96]}-{suffix}"
 
 
-def _outputs(request: InferRequest, inputs: Mapping[str, bytes | bool]) -> frozenset[str]:
-    """Return the outputs that are named; or, where none is, all that are not switched off."""
+def _outputs(request: InferRequest, inputs: Mapping[str, bytes | bool], *, has_logprobs: bool) -> frozenset[str]:
+    """Return the outputs that are named; or, where none is, all that there are and that are not switched off."""
     named = [output.name for output in request.outputs]
     for name in named:
         if name not in OUTPUTS:
             raise InvalidParameter("outputs.name", name, f"is no output of this model; there are {', '.join(OUTPUTS)}")
-    wanted = named or [name for name in OUTPUTS if inputs.get(_SWITCHED.get(name, ""), True)]
+    there = [name for name in OUTPUTS if has_logprobs or name not in (LOGPROBS, CUMULATIVE)]
+    wanted = named or [name for name in there if inputs.get(_SWITCHED.get(name, ""), True)]
     return frozenset([*wanted, *(name for name, switch in _SWITCHED.items() if inputs.get(switch, False))])
 
 
 class Answers:
     """Turns the events of one request into responses: its state is what was said of each sample."""
 
-    def __init__(self, wanted: Wanted, make_response: type[InferResponse], num_samples: int) -> None:
-        """Begin; responses are made by ``make_response``."""
+    def __init__(
+        self, wanted: Wanted, make_response: type[InferResponse], num_samples: int, decode: Callable[[int], str]
+    ) -> None:
+        """Begin; responses are made by ``make_response``, and ``decode`` gives the text of a token."""
         self._wanted = wanted
         self._make_response = make_response
         self._reasons = [_NOT_FINISHED] * num_samples
         self._new_text = [wanted.prefix] * num_samples
         self._new_tokens = [0] * num_samples
         self._num_input_tokens = 0
+        self._decode = decode
+        self._new_logprobs: list[list[dict[str, Any]]] = [[] for _ in range(num_samples)]
+        self._cumulative = [0.0] * num_samples
 
     def start(self, num_prompt_tokens: int) -> None:
         """Note what the prompt has."""
@@ -204,8 +232,30 @@ class Answers:
         if isinstance(event, Chunk):
             self._new_text[event.index] += event.text
             self._new_tokens[event.index] += len(event.token_ids)
+            if event.logprobs is not None:
+                self._add_logprobs(event.index, event.logprobs)
         else:
             self._reasons[event.index] = _FINISH_REASONS[event.reason]
+
+    def _add_logprobs(self, index: int, told: Logprobs) -> None:
+        width = told.width
+        for place, rank in enumerate(told.ranks):
+            ids, values = (column[place * width : (place + 1) * width] for column in (told.token_ids, told.values))
+            if not rank:  # lost with an owner
+                self._new_logprobs[index].append({})
+                continue
+            self._cumulative[index] += values[0]
+            ranks = (rank, *range(1, width))
+            self._new_logprobs[index].append(
+                {
+                    str(token_id): {
+                        "logprob": max(value, _LEAST_LOGPROB),
+                        "rank": of_token,
+                        "decoded_token": self._decode(token_id),
+                    }
+                    for token_id, value, of_token in zip(ids, values, ranks, strict=True)
+                }
+            )
 
     @property
     def has_ended(self) -> bool:
@@ -224,8 +274,13 @@ class Answers:
             add_counts(response, NUM_IN, [self._num_input_tokens])
         if NUM_OUT in wanted.outputs:
             add_counts(response, NUM_OUT, self._new_tokens)
+        if LOGPROBS in wanted.outputs:
+            add_texts(response, LOGPROBS, [json.dumps(tokens) for tokens in self._new_logprobs])
+        if CUMULATIVE in wanted.outputs:
+            add_floats(response, CUMULATIVE, self._cumulative)
         self._new_text = [""] * len(self._new_text)
         self._new_tokens = [0] * len(self._new_tokens)
+        self._new_logprobs = [[] for _ in self._new_logprobs]
         return response
 
 

@@ -17,7 +17,7 @@ from service_chassis.errors import InvalidParameter
 InferRequest = Any
 InferResponse = Any
 
-BYTES, BOOL, UINT32 = "BYTES", "BOOL", "UINT32"
+BYTES, BOOL, UINT32, FP32 = "BYTES", "BOOL", "UINT32", "FP32"
 
 
 def read_inputs(request: InferRequest, types: Mapping[str, str]) -> dict[str, bytes | bool]:
@@ -80,6 +80,11 @@ def add_texts(response: InferResponse, name: str, texts: Sequence[str]) -> None:
 def add_counts(response: InferResponse, name: str, counts: Sequence[int]) -> None:
     """Add a tensor of counts to a ModelInferResponse."""
     _add(response, name, UINT32, len(counts), struct.pack(f"<{len(counts)}I", *counts))
+
+
+def add_floats(response: InferResponse, name: str, values: Sequence[float]) -> None:
+    """Add a tensor of numbers to a ModelInferResponse."""
+    _add(response, name, FP32, len(values), struct.pack(f"<{len(values)}f", *values))
 
 
 def _add(response: InferResponse, name: str, datatype: str, length: int, content: bytes) -> None:

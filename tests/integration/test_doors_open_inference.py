@@ -262,6 +262,7 @@ async def test_sampling_parameters_take_vllms_names_and_numbers_as_text() -> Non
             {},
             "={'yaml': ''}: must be an object with one of",
         ),
+        (inputs(sampling={"prompt_logprobs": 0}), {}, "prompt_logprobs=0: must be unset"),
         (inputs(), {"parameters": {"beam_width": 4}}, "parameters.beam_width=4: is no sampling parameter"),
         (inputs(sampling={"n": 1}), {"parameters": {"n": 1}}, "parameters.n=1: must not be in sampling_parameters too"),
         (inputs(), {"sequence_id": 5}, "parameters.sequence_"),
@@ -323,9 +324,12 @@ async def test_outputs_are_those_asked_for() -> None:
         doors.engine.output = [END]
         named = await infer(doors, outputs=[InferRequestedOutput("text_output")])
         switched = await infer(doors, inputs(return_finish_reason=False, return_num_input_tokens=True))
+        summed = await infer(doors, inputs(return_cumulative_logprob=True))
     assert [one.name for one in named.get_response().outputs] == ["text_output"]
     names = [one.name for one in switched.get_response().outputs]
     assert names == ["text_output", "num_input_tokens", "num_output_tokens"]
+    assert "cumulative_logprob" in [one.name for one in summed.get_response().outputs]
+    assert [seen.sampling.num_logprobs for seen in doors.engine.seen] == [None, None, 0]
 
 
 async def test_timeout_of_a_request_is_its_deadline() -> None:
@@ -356,6 +360,8 @@ async def test_server_and_model_tell_what_they_are() -> None:
             "finish_reason": "BYTES",
             "num_input_tokens": "UINT32",
             "num_output_tokens": "UINT32",
+            "logprobs": "BYTES",
+            "cumulative_logprob": "FP32",
         }
         config = (await client.get_model_config("alias")).config
         assert (config.name, config.max_batch_size) == ("alias", 0)
