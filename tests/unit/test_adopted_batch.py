@@ -8,15 +8,32 @@ from typing import Any
 from control_plane.adopted_batch import BatchOfRequests, Continued, requests_of
 from control_plane.control_blob import draw_resume_right, write_blob
 from control_plane.deltas import row_payload
-from control_plane.generation import Cursor, FinishReason, Generation, SamplingChoice, TextChoice
+from control_plane.generation import (
+    Chunk,
+    Cursor,
+    FinishReason,
+    Generation,
+    PromptLogprobs,
+    SamplingChoice,
+    Started,
+    TextChoice,
+)
 from control_plane.generation_stream import GenerationStream
-from control_plane.group.batch_snapshot import BatchSnapshot, BuriedRow, LeaveReason, LiveRow, RowStanding
+from control_plane.group.batch_snapshot import (
+    BatchSnapshot,
+    BuriedRow,
+    KeptLogprobs,
+    LeaveReason,
+    LiveRow,
+    RowStanding,
+)
 from control_plane.live_request import LiveRequest
 from control_plane.scheduling.adoption import SampleEnd
 from control_plane.scheduling.request import FinishReason as SchedulerReason
 from control_plane.text.model_text import load_model_text
 from service_chassis.errors import DeadlineExceeded
 from service_chassis.ids import BlockId, ReqIndex, RequestId, RowKey
+from service_chassis.protocol.logprobs import Logprobs
 
 TOKENIZER = load_model_text("scripted").tokenizer
 PROMPT = tuple(b"once")
@@ -114,7 +131,7 @@ def test_running_request_is_what_it_was() -> None:
         temperature=0.5,
     )
     one = only(row(original, b" upon a time", deadline_s=7.0))
-    assert one.live.generation == dataclasses.replace(original, deadline=NOW + 7.0)
+    assert one.live.generation == dataclasses.replace(original, deadline=NOW + 7.0, client_resumes=True)
     assert told(one.live) == ([*b" upon a time"], " upon a time")
     assert one.live.num_cached_tokens == 4
     assert one.live.started_at == NOW - 2.0
@@ -245,3 +262,77 @@ def test_survivors_batch_is_readmitted_from_what_counts() -> None:
     request = one.readmitted()
     assert request.outputs == (None, tuple(b"still"), ())
     assert request.payload == one.adopted.request.payload
+
+
+def columns(width: int, *ranks: int) -> Logprobs:
+    """Positions that can be told apart by their ranks; 0 says nothing."""
+    found = Logprobs(width)
+    for rank in ranks:
+        found.token_ids.extend([rank] * width)
+        found.values.extend([-rank / 4] * width)
+        found.ranks.append(rank)
+    return found
+
+
+async def test_logprobs_go_on_where_they_were_and_end_where_the_text_ends() -> None:
+    original = generation(text=TextChoice(stop=("!",)), num_logprobs=1, num_prompt_logprobs=0)
+    kept = KeptLogprobs(columns(2, 1, 2, 3, 4, 5), columns(1, 7, 8, 9))
+    one = only(row(original, b"go! on", logprobs=kept))
+    assert one.live.samples[0].logprobs == columns(2, 1, 2, 3)  # nothing of the overshoot
+    started, of_prompt, chunk, *_ = await everything(ended(one.live))
+    assert isinstance(started, Started)
+    assert of_prompt == PromptLogprobs(columns=columns(1, 0, 7, 8, 9))
+    assert (chunk.token_ids, chunk.logprobs) == ([*b"go!"], columns(2, 1, 2, 3))
+
+
+async def test_prompt_that_was_half_computed_is_told_to_its_end() -> None:
+    kept = KeptLogprobs(columns(2), columns(1, 7))
+    one = only(row(generation(num_prompt_logprobs=0), b"", standing=RowStanding.PREFILL, logprobs=kept))
+    assert not one.live.has_told_prompt
+    one.live.note_prompt(3, columns(1, 5))  # beyond what is known: no part of it
+    one.live.note_prompt(1, columns(1, 7, 8))  # some of it again
+    one.live.note_prompt(3, columns(1, 9))
+    one.live.push(0, [1], None, None, NOW)
+    assert (await _prompt_of(one.live)) == columns(1, 0, 7, 8, 9)
+
+
+async def test_what_was_lost_with_a_group_leaves_empty_places() -> None:
+    original = generation(num_logprobs=1, num_prompt_logprobs=0)
+    kept = KeptLogprobs(columns(2, 0, 0, 3), None)  # the first two tokens came with their row
+    one = only(row(original, b"abc", logprobs=kept))
+    assert one.live.samples[0].logprobs == columns(2, 0, 0, 3)
+    assert (await _prompt_of(one.live)) == columns(1, 0, 0, 0, 0)
+    lost = only(row(original, b"abc", logprobs=KeptLogprobs()))
+    assert lost.live.samples[0].logprobs == columns(2, 0, 0, 0)
+
+
+async def test_any_sample_may_have_what_is_known_of_the_prompt() -> None:
+    original = generation(n=2, num_prompt_logprobs=0)
+    first = stone(original, b"first.", LeaveReason.LENGTH, 0, logprobs=KeptLogprobs(None, columns(1, 7)))
+    second = row(original, b"sec", 1, logprobs=KeptLogprobs(None, columns(1, 7, 8, 9)))
+    assert (await _prompt_of(only(first, second).live)) == columns(1, 0, 7, 8, 9)
+
+
+async def test_ended_request_tells_its_logprobs_from_tombstones() -> None:
+    original = generation(num_logprobs=1, num_prompt_logprobs=0)
+    kept = KeptLogprobs(columns(2, 1, 2), columns(1, 7, 8, 9))
+    (remembered,) = batch(stone(original, b"go", LeaveReason.LENGTH, logprobs=kept)).remembered
+    live = remembered.tell()
+    assert (await _prompt_of(live)) == columns(1, 0, 7, 8, 9)
+    chunk = next(event for event in await everything(live, Cursor(index=0, num_tokens=1)) if isinstance(event, Chunk))
+    assert (chunk.token_ids, chunk.logprobs) == ([*b"o"], columns(2, 2))
+    # Where they were too many to be kept, the tokens alone are left.
+    (remembered,) = batch(stone(original, b"go", LeaveReason.LENGTH)).remembered
+    assert remembered.tell().samples[0].logprobs is None
+
+
+def ended(live: LiveRequest) -> LiveRequest:
+    if live.last is None:
+        live.abort()
+        live.close(NOW)
+    return live
+
+
+async def _prompt_of(live: LiveRequest) -> Logprobs:
+    (found,) = [event.columns for event in await everything(ended(live)) if isinstance(event, PromptLogprobs)]
+    return found

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
+from control_plane.group.batch_snapshot import BatchSnapshot, read_snapshot
 from maniple.v1 import sampling_pb2, worker_pb2
-from maniple.v1.scheduler_delta_pb2 import BlockChange, BlockIds, NewRequest, RowFinished, SchedulerDelta
+from maniple.v1.scheduler_delta_pb2 import BlockChange, BlockCopy, BlockIds, NewRequest, RowFinished, SchedulerDelta
 from service_chassis.protocol.block_hash import block_hash, root_hash
+from service_chassis.protocol.logprobs import Logprobs
 from worker_service.batch_rows import BatchLimits
 from worker_service.batch_state import BatchState, DigestMismatch
 from worker_service.completed_batch import CompletedBatch
 from worker_service.snapshot import peer_refusal, snapshot_parts
+from worker_service.step_work import RowLogprobs
 from worker_service.tombstones import Tombstones
 
 Part = worker_pb2.SnapshotResponse
@@ -62,16 +66,26 @@ class Told:
         self._accepted.append((delta, self._state.apply(delta)))
         self.completed.accept(delta.step, delta.new_requests, self.now)
 
-    def complete(self, *token_ids: int) -> None:
+    def complete(self, *token_ids: int, logprobs: Sequence[RowLogprobs] = ()) -> None:
         work = self._accepted[self.completed.step][1]
-        self.completed.complete(work, np.array(token_ids, np.int32), 1000 + work.step, self.now)
+        self.completed.complete(work, np.array(token_ids, np.int32), 1000 + work.step, self.now, logprobs)
 
-    def run(self, *token_ids: int, **fields: Any) -> None:
+    def run(self, *token_ids: int, logprobs: Sequence[RowLogprobs] = (), **fields: Any) -> None:
         self.accept(**fields)
-        self.complete(*token_ids)
+        self.complete(*token_ids, logprobs=logprobs)
 
     def parts(self) -> list[Part]:
-        return list(snapshot_parts(self.completed.freeze(self.now), GROUP_LIMITS, self.tombstones.all(self.now)))
+        frozen, buried = self.completed.freeze(self.now), self.tombstones.all(self.now)
+        return list(snapshot_parts(frozen, GROUP_LIMITS, buried, self.tombstones.logprobs()))
+
+    async def read(self) -> BatchSnapshot:
+        """Read it as an adopter does, from bytes."""
+
+        async def parts() -> AsyncIterator[Part]:
+            for part in self.parts():
+                yield Part.FromString(part.SerializeToString())
+
+        return await read_snapshot(parts())
 
     def rows(self) -> dict[int, Part.Row]:
         return {part.row.request.req_index: part.row for part in self.parts() if part.WhichOneof("part") == "row"}
@@ -245,3 +259,84 @@ def test_snapshot_leaves_only_over_connections_that_may_carry_prompts(
     sentence = peer_refusal(peer, encrypted=encrypted, allow_plaintext=allowed)
     assert bool(sentence) is refused
     assert not refused or "--allow-plaintext-snapshot" in sentence
+
+
+ASKS = sampling_pb2.RowSampling(
+    top_p=1.0, repetition_penalty=1.0, seed=9, num_logprobs_plus_one=2, num_prompt_logprobs_plus_one=1
+)
+
+
+def columns(width: int, *ranks: int) -> Logprobs:
+    """Positions that can be told apart by their ranks."""
+    found = Logprobs(width)
+    for rank in ranks:
+        found.token_ids.extend([rank] * width)
+        found.values.extend([-rank / 4] * width)
+        found.ranks.append(rank)
+    return found
+
+
+async def test_logprobs_are_kept_a_position_a_token(told: Told) -> None:
+    entered = new_request(2, [5, 6, 7], [3], sampling=ASKS)
+    told.run(11, new_requests=[entered], logprobs=[RowLogprobs(2, columns(2, 8), columns(1, 5, 6), 1)])
+    told.run(12, logprobs=[RowLogprobs(2, columns(2, 9))])
+    (row,) = (await told.read()).rows
+    assert row.token_ids == (5, 6, 7, 11, 12)
+    assert row.logprobs.output == columns(2, 8, 9)
+    assert row.logprobs.prompt == columns(1, 5, 6)
+    # What was sampled past the end counts no more than its token does.
+    told.run(finished=[RowFinished(req_index=2, num_tokens=4)])
+    snapshot = await told.read()
+    assert snapshot.rows == ()
+    assert snapshot.buried[0].logprobs.output == columns(2, 8)
+    assert snapshot.buried[0].logprobs.prompt == columns(1, 5, 6)
+
+
+async def test_of_output_that_came_with_its_row_nothing_is_known(told: Told) -> None:
+    entered = new_request(0, [5, 6, 7, 8], [1], sampling=ASKS, num_prompt_tokens=2)
+    told.run(11, new_requests=[entered], logprobs=[RowLogprobs(0, columns(2, 3), columns(1, 4), 1)])
+    (row,) = (await told.read()).rows
+    assert row.logprobs.output is not None
+    assert list(row.logprobs.output.ranks) == [0, 0, 3]
+
+
+async def test_samples_share_what_is_said_of_their_prompt_and_it_is_told_once(told: Told) -> None:
+    prompt = [5, 6, 7, 8, 9]
+    told.run(
+        11,
+        new_requests=[new_request(0, prompt, [1, 2], n=2, sampling=ASKS)],
+        logprobs=[RowLogprobs(0, columns(2, 1), columns(1, 2, 3, 4, 5), 1)],
+    )
+    fork = new_request(1, [], [1, 3], n=2, sample_index=1, fork_of=0, num_prompt_tokens=5, num_prefill_tokens=5)
+    fork.num_computed_tokens, fork.num_scheduled_tokens = 4, 1
+    fork.sampling.CopyFrom(ASKS)
+    copies = [BlockCopy(src_block_id=2, dst_block_id=3)]
+    logprobs = [RowLogprobs(0, columns(2, 6)), RowLogprobs(1, columns(2, 7))]
+    told.run(12, 21, new_requests=[fork], block_copies=copies, logprobs=logprobs)
+    first, second = (await told.read()).rows
+    assert (first.logprobs.output, second.logprobs.output) == (columns(2, 1, 6), columns(2, 7))
+    assert (first.logprobs.prompt, second.logprobs.prompt) == (columns(1, 2, 3, 4, 5), None)
+    told.run(22, finished=[RowFinished(req_index=0, num_tokens=7)], logprobs=[RowLogprobs(1, columns(2, 8))])
+    snapshot = await told.read()
+    assert snapshot.buried[0].logprobs.prompt is None  # the living one has it
+    assert snapshot.rows[0].logprobs.prompt == columns(1, 2, 3, 4, 5)
+    told.run(finished=[RowFinished(req_index=1, num_tokens=7)])
+    assert (await told.read()).buried[1].logprobs.prompt == columns(1, 2, 3, 4, 5)
+
+
+async def test_logprobs_travel_in_pieces_that_fit_into_messages(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_service.snapshot._ENTRIES_PER_PART", 4)
+    prompt = columns(1, *range(2, 12))
+    entered = new_request(0, [5] * 11, [1, 2, 3, 4, 5], sampling=ASKS)
+    told.run(1, new_requests=[entered], logprobs=[RowLogprobs(0, columns(2, 3), prompt, 1)])
+    for rank in range(4, 8):
+        told.run(rank, logprobs=[RowLogprobs(0, columns(2, rank))])
+    kinds = [part.WhichOneof("part") for part in told.parts()]
+    assert kinds == ["header", "row", *["more_logprobs"] * 5]
+    pieces = [part.more_logprobs for part in told.parts()[2:]]
+    pieces.insert(0, told.parts()[1].row.logprobs)
+    assert [len(one.prompt.positions) for one in pieces] == [4, 4, 2, 0, 0, 0]
+    assert [len(one.sampled.positions) for one in pieces] == [0, 0, 0, 2, 2, 1]
+    (row,) = (await told.read()).rows
+    assert row.logprobs.prompt == prompt
+    assert row.logprobs.output == columns(2, 3, 4, 5, 6, 7)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from service_chassis.protocol.logprobs import Logprobs
 from worker_service.tombstones import Tombstone, Tombstones
 
 TICK_S = 0.25
@@ -27,6 +28,22 @@ def test_tombstones_keep_the_last_and_only_for_a_while() -> None:
     assert [age_s for _, age_s in kept.all(5.0)] == [3.0, 2.0, 1.0]
     kept.expire(63.5)
     assert names(kept, 63.5) == ["r4"]
+
+
+def test_oldest_lose_their_logprobs_where_there_are_too_many() -> None:
+    kept = Tombstones(keep_s=60, max_kept=4, max_logprobs_bytes=100)
+    columns = [Logprobs(2, num_unknown=1) for _ in range(6)]  # 20 bytes each
+    for number, one in enumerate(columns[:3]):
+        kept.add(0.0, tombstone(number), one, one)
+    assert kept.logprobs() == [(None, None), (columns[1], columns[1]), (columns[2], columns[2])]
+    assert names(kept, 0.0) == ["r0", "r1", "r2"]
+    kept.add(1.0, tombstone(3), columns[3])
+    kept.add(1.0, tombstone(4))  # one more than are kept
+    kept.add(1.0, tombstone(5))
+    assert kept.logprobs() == [(columns[2], columns[2]), (columns[3], None), (None, None), (None, None)]
+    kept.expire(60.5)
+    kept.add(60.5, tombstone(6), Logprobs(2, num_unknown=5))  # as much as may be in all
+    assert [output and len(output) for output, _ in kept.logprobs()] == [None, None, None, 5]
 
 
 def test_tombstones_do_not_age_while_orphaned() -> None:
