@@ -19,6 +19,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from control_plane.generation import Event, Generation, Started
 from control_plane.generation_stream import GenerationStream
@@ -164,6 +165,16 @@ async def vllm_unary(doors: Doors, error: Exception) -> Told:
     return await failure(doors.vllm.GetLoads(vllm_engine_pb2.GetLoadsRequest()))
 
 
+async def kserve_admission(doors: Doors, error: Exception) -> Told:
+    doors.engine.generate = fails_with(error)  # type: ignore[method-assign]
+    return await failure(_kserve(doors).ModelInfer(_kserve_request()))
+
+
+async def kserve_half_way(doors: Doors, error: Exception) -> Told:
+    _fail_half_way(doors, error)
+    return await failure(_kserve(doors).ModelInfer(_kserve_request()))
+
+
 async def admin_unary(doors: Doors, error: Exception) -> Told:
     doors.fleet.status = fails_with(error)  # type: ignore[method-assign]
     return await failure(doors.admin.GetStatus(admin_pb2.GetStatusRequest()))
@@ -182,6 +193,8 @@ DOORS: list[Door] = [
     vllm_admission,
     vllm_stream,
     vllm_unary,
+    kserve_admission,
+    kserve_half_way,
     admin_unary,
     admin_stream,
 ]
@@ -231,6 +244,16 @@ def _vllm_request(**more: Any) -> vllm_engine_pb2.GenerateRequest:
     return vllm_engine_pb2.GenerateRequest(
         request_id="r", tokenized=vllm_engine_pb2.TokenizedInput(input_ids=b"hi"), stream=True, **more
     )
+
+
+def _kserve(doors: Doors) -> Any:
+    return service_pb2_grpc.GRPCInferenceServiceStub(doors.channel)
+
+
+def _kserve_request(request_id: str = "r", text: str = "hi", model: str = "fake") -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(text.encode())
+    return request
 
 
 # The table itself
@@ -313,6 +336,29 @@ async def test_text_of_an_unknown_exception_reaches_no_client_and_the_log_once(d
     assert [line["incident_id"] for line in logged if "secret" in str(line)] == [incident]
 
 
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.__name__)
+async def test_row_ends_one_request_of_a_kserve_stream_and_no_other(row: type[ManipleError]) -> None:
+    """Many requests share that stream, so its own status says nothing of one: a response of the request does."""
+    code, _ = TABLE[row]
+    error = made(row)
+    async with open_doors() as doors, asyncio.timeout(20):
+        doors.engine.output = [*b"ok", 256]  # the end of text
+        doors.engine.error, doors.engine.error_after = error, 1
+        stream = _kserve(doors).ModelStreamInfer()
+        await stream.write(_kserve_request("bad"))
+        answers = [await stream.read()]
+        while not answers[-1].infer_response.parameters["triton_final_response"].bool_param:
+            answers.append(await stream.read())
+        assert answers[-1].error_message == f"{code}: {error.message}"
+        assert {answer.infer_response.id for answer in answers} == {"bad"}
+        assert not any(answer.error_message for answer in answers[:-1])
+        doors.engine.error = None
+        await stream.write(_kserve_request("good"))
+        answer = await stream.read()
+        assert (answer.infer_response.id, answer.error_message) == ("good", "")
+        stream.cancel()
+
+
 # What really causes each row, through the doors where it can come about. Queues, groups and takeovers have files of
 # their own; here it is what a door sees of them.
 
@@ -335,6 +381,8 @@ CAUSES: list[tuple[str, Callable[[Doors], Any], str]] = [
     ("vllm no prompt", lambda doors: doors.vllm.Generate(vllm_engine_pb2.GenerateRequest()), "INVALID_PARAMETER"),
     ("vllm media", lambda doors: doors.vllm.Generate(_vllm_request(mm_inputs={})), "NOT_BUILT"),
     ("vllm profile", lambda doors: doors.vllm.StartProfile(common_pb2.StartProfileRequest()), "NOT_BUILT"),
+    ("kserve no model", lambda doors: _kserve(doors).ModelInfer(_kserve_request(model="x")), "UNKNOWN_MODEL"),
+    ("kserve empty prompt", lambda doors: _kserve(doors).ModelInfer(_kserve_request(text="")), "INVALID_PARAMETER"),
     ("admin sleep", lambda doors: doors.admin.Sleep(admin_pb2.SleepRequest(level=1)), "NOT_BUILT"),
     ("admin lora", lambda doors: doors.admin.LoadLora(admin_pb2.LoadLoraRequest(name="a")), "NOT_BUILT"),
     ("admin weights", lambda doors: doors.admin.UpdateWeights(admin_pb2.UpdateWeightsRequest()), "NOT_BUILT"),
@@ -367,6 +415,7 @@ async def test_what_is_not_ready_refuses_through_every_door_that_needs_a_model(w
         else:
             doors.engine.set_ready(False, why)
         calls = [doors.inference.Generate(GenerateRequest(text="hi")), doors.vllm.Generate(_vllm_request())]
+        calls += [_kserve(doors).ModelInfer(_kserve_request())]
         if why == "loading":  # what needs no more than limits answers else
             calls += [
                 doors.inference.Tokenize(TokenizeRequest(text="hi")),
