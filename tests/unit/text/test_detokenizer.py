@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import tokenizers
 
 from control_plane.generation import TextChoice
 from control_plane.text.tokenizer import Tokenizer
@@ -138,3 +139,20 @@ def test_special_tokens_leave_text_only_when_asked() -> None:
     tokenizer = of_tokens("a")
     assert streamed(tokenizer, [[0, 1]])[0] == ["a", ""]
     assert streamed(tokenizer, [[0, 1]], TextChoice(skip_special_tokens=False))[0] == ["a<end>", ""]
+
+
+def test_special_tokens_are_separated_by_spaces_only_where_the_tokenizer_does_and_the_client_wants_it() -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.add_special_tokens(["<x>", "<y>"])  # ids 2 and 3; joined by spaces, as words are without a decoder
+    tokenizer, ids = Tokenizer(words), [0, 2, 3, 1, 3, 3, 0]
+    shown = tokenizer.decode(ids, skip_special_tokens=False)
+    assert shown == "a <x> <y> b <y> <y> a"
+
+    def text_of(**choice: bool) -> str:
+        one_by_one = "".join(streamed(tokenizer, [[one] for one in ids], TextChoice(**choice))[0])
+        assert "".join(streamed(tokenizer, [ids], TextChoice(**choice))[0]) == one_by_one
+        return one_by_one
+
+    assert text_of(skip_special_tokens=False) == shown
+    assert text_of(skip_special_tokens=False, spaces_between_special_tokens=False) == "a <x><y> b <y><y> a"
+    assert text_of(spaces_between_special_tokens=False) == text_of() == "a b a"

@@ -116,6 +116,31 @@ def test_bad_words_are_never_completed() -> None:
     assert torch.isinf(scores[0]).nonzero().flatten().tolist() == [20, 21, 30]
 
 
+def test_bad_words_and_min_tokens_and_bias_are_transformers() -> None:
+    from transformers import (
+        LogitsProcessorList,
+        MinNewTokensLengthLogitsProcessor,
+        NoBadWordsLogitsProcessor,
+        SequenceBiasLogitsProcessor,
+    )
+
+    words, bias, stops = [[30], [9, 14, 20], [14, 21], [9, 22], [14, 14]], {4: -1.5, 40: 3.0}, [40, 41]
+    processors = LogitsProcessorList(
+        [
+            SequenceBiasLogitsProcessor([[[one], value] for one, value in bias.items()]),
+            NoBadWordsLogitsProcessor(words, eos_token_id=None),
+            MinNewTokensLengthLogitsProcessor(1, 5, stops),
+        ]
+    )
+    sampling = RowSampling(
+        bad_words=tuple(map(tuple, words)), logit_bias=tuple(bias.items()), min_tokens=5, stop_ids=tuple(stops)
+    )
+    for seed, output in enumerate(([], [9], [9, 14], [3, 9, 14], [9, 14, 9, 14], [5, 9, 9, 14, 14])):
+        tokens, logits = [1, *output], random_logits(1, seed=seed)
+        expected = processors(torch.tensor([tokens]), logits.clone())
+        torch.testing.assert_close(adjusted(sampling, tokens, 1, logits), expected)
+
+
 def test_bad_words_do_not_begin_in_the_prompt() -> None:
     scores = adjusted(RowSampling(bad_words=((9, 14, 20),)), [9, 14], 1, random_logits(1))
     assert not torch.isinf(scores).any()
