@@ -17,7 +17,7 @@ from service_chassis.errors import DeadlineExceeded, NotBuilt
 from service_chassis.ids import RequestId
 from support.demo_model import demo_directory
 from support.engine_harness import collect, generation, running_engine, scripted
-from support.scripted_reference import chain, mix
+from support.scripted_reference import vector
 from support.tiny_checkpoints import tiny_config, write_checkpoint
 from support.waiting import until
 
@@ -48,15 +48,8 @@ def prompts_of(count: int, ids: range, *, longest: int = 90) -> list[list[int]]:
     ]
 
 
-def scripted_hidden(tokens: list[int]) -> list[float]:
-    """The scripted model's hidden state of the last token, by its definition."""
-    h = chain(tokens)
-    return [(mix(h ^ mix(i + 0x200000000)) >> 40) / 2**23 - 1 for i in range(12)]
-
-
 def scripted_vector(prompt: list[int], kind: str) -> np.ndarray:
-    states = [scripted_hidden(prompt[: end + 1]) for end in range(len(prompt))]
-    return np.array(states[-1] if kind == "last" else np.mean(states, axis=0))
+    return np.array(vector(prompt, kind))
 
 
 async def served(model: str, prompts: list[list[int]], **config: Any) -> dict[tuple[int, str], np.ndarray]:
@@ -80,8 +73,8 @@ async def served(model: str, prompts: list[list[int]], **config: Any) -> dict[tu
 async def test_vectors_are_what_the_scripted_model_says_when_rows_are_preempted(max_steps_in_flight: int) -> None:
     prompts = prompts_of(12, range(256))
     vectors = await served("scripted", prompts, max_steps_in_flight=max_steps_in_flight)
-    for (number, kind), vector in vectors.items():
-        np.testing.assert_allclose(vector, scripted_vector(prompts[number], kind), rtol=0, atol=1e-6)
+    for (number, kind), got in vectors.items():
+        np.testing.assert_allclose(got, scripted_vector(prompts[number], kind), rtol=0, atol=1e-6)
 
 
 def reference_vectors(directory: Path, prompts: list[list[int]]) -> dict[tuple[int, str], np.ndarray]:
@@ -156,9 +149,9 @@ async def test_last_token_reads_the_prefix_cache_and_a_mean_only_fills_it() -> N
 async def test_normalised_vectors_have_length_one() -> None:
     async with running_engine(**SMALL) as engine:
         for kind in ("last", "mean"):
-            vector = await vector_of(engine, embedding(kind, [5, 6, 7], kind, normalize=True))
+            got = await vector_of(engine, embedding(kind, [5, 6, 7], kind, normalize=True))
             expected = scripted_vector([5, 6, 7], kind)
-            np.testing.assert_allclose(vector, expected / np.linalg.norm(expected), rtol=0, atol=1e-6)
+            np.testing.assert_allclose(got, expected / np.linalg.norm(expected), rtol=0, atol=1e-6)
 
 
 async def test_more_vectors_than_one_result_may_hold_come_in_several_steps() -> None:
@@ -167,8 +160,8 @@ async def test_more_vectors_than_one_result_may_hold_come_in_several_steps() -> 
         prompts = [[number, number + 1] for number in range(7)]
         vectors = await asyncio.gather(*(vector_of(engine, embedding(f"r{p[0]}", p)) for p in prompts))
         assert engine.status().step >= 4
-    for prompt, vector in zip(prompts, vectors, strict=True):
-        np.testing.assert_allclose(vector, scripted_vector(prompt, "last"), rtol=0, atol=1e-6)
+    for prompt, got in zip(prompts, vectors, strict=True):
+        np.testing.assert_allclose(got, scripted_vector(prompt, "last"), rtol=0, atol=1e-6)
 
 
 async def test_cancelled_aborted_and_late_embeddings_free_their_blocks() -> None:

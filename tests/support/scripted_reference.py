@@ -44,3 +44,19 @@ def seeded(prompt: list[int], count: int, seed: int, sample_index: int, temperat
         scores = [score / temperature + one for score, one in zip(logits(tokens), noise, strict=True)]
         tokens.append(scores.index(max(scores)))
     return tokens[len(prompt) :]
+
+
+def hidden_of(h: int) -> list[float]:
+    """The hidden state of a token: twelve numbers in [-1, 1)."""
+    return [(mix(h ^ mix(i + 0x200000000)) >> 40) / 2**23 - 1 for i in range(12)]
+
+
+def vector(prompt: list[int], pooling: str) -> list[float]:
+    """The embedding of a prompt, not scaled; ``pooling`` is last or mean."""
+    if pooling == "last":
+        return hidden_of(chain(prompt))
+    h, states = chain([]), []
+    for token in prompt:
+        h = mix(h ^ mix(token + 1))
+        states.append(hidden_of(h))
+    return [sum(column) / len(states) for column in zip(*states, strict=True)]
