@@ -257,6 +257,7 @@ async def test_group_that_is_formed_anew_while_paused_is_paused_too() -> None:
         assert not doors.fleet.ready
         assert doors.fleet.is_paused
         assert [view.state for view in doors.fleet.status().groups] == ["asleep", "asleep"]
+        assert doors.fleet.has_settled()  # a start would not wait for it
         num_tokens = [len(reader.token_ids) for reader in readers]
         assert counts(doors)[0] + counts(doors)[1] == 2  # the lost one moved, and froze where it is
         await doors.admin.ResumeGeneration(pb.ResumeGenerationRequest())
