@@ -96,6 +96,7 @@ class Continued:
             skip_reading_prefix_cache=before.skip_reading_prefix_cache,
             payload=before.payload,
             payload_bytes=before.payload_bytes,
+            masked=before.masked,
             outputs=tuple(
                 None if sample.reason is not None else tuple(sample.token_ids) for sample in self.live.samples
             ),
@@ -296,7 +297,7 @@ def _scheduled(
         request_id=generation.request_id,
         prompt_token_ids=generation.prompt_token_ids,
         max_tokens=facts.max_tokens,
-        min_tokens=facts.min_tokens,
+        min_tokens=facts.min_tokens if facts.constraint is None else 0,  # masks saw to it
         stop_ids=facts.eos_ids | facts.stop_token_ids,
         n=facts.n,
         priority=facts.priority,
@@ -306,6 +307,7 @@ def _scheduled(
         skip_reading_prefix_cache=facts.skip_reading_prefix_cache,
         payload=payload,
         payload_bytes=payload.num_bytes,
+        masked=facts.constraint is not None,
         outputs=outputs,
     )
 
@@ -358,4 +360,5 @@ def _adopted_row(row: LiveRow, end: SampleEnd | None) -> AdoptedRow:
         block_ids=row.block_ids,
         num_computed_tokens=row.num_computed_tokens,
         end=end,
+        is_void=row.is_void,
     )

@@ -20,8 +20,9 @@ from control_plane.group.recorded_group import RecordedGroup
 from control_plane.group.settings import GroupFacts, GroupSettings
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
+from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.tokenizer import Tokenizer
-from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_POOLING
+from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING
 from service_chassis.scripted import parse_scripted
 from service_chassis.tls import ClientTls
 
@@ -85,8 +86,9 @@ def build_engine(
     *,
     adopted: BatchSnapshot | None = None,
     survivors: BatchSnapshot | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> Engine:
-    """Return an engine for a group that lives; ``ids``, ``adopted`` and ``survivors`` as for ``Engine``."""
+    """Return an engine for a group that lives; what may be None is as for ``Engine``."""
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=facts.max_num_seqs,
@@ -113,6 +115,7 @@ def build_engine(
         full_sampling=FEATURE_FULL_SAMPLING in facts.features and (scripted is None or scripted.sampler != "numpy"),
         pooling=FEATURE_POOLING in facts.features,
         logprobs=FEATURE_LOGPROBS in facts.features,
+        masks=FEATURE_MASKS in facts.features,
         dtype=facts.model.dtype,
     )
     return Engine(
@@ -124,6 +127,7 @@ def build_engine(
         ids=ids,
         adopted=adopted,
         survivors=survivors,
+        grammars=grammars,
         resume_grace_s=config.resume_grace_s,
         outlived_by_workers=group.executor.outlives_owner,
     )

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 
 from control_plane.generation import Generation, SamplingChoice, TextChoice
+from control_plane.structured_output.constraint import Constraint, ConstraintKind
 from maniple.v1 import sampling_pb2
 from maniple.v1.control_blob_pb2 import ControlBlob
 
 _VERSION = 1
+_CONSTRAINED_VERSION = 2  # with a constraint, which a reader of version 1 would go on without
 _TOKEN_BYTES = 16
 
 
@@ -58,6 +60,8 @@ class ControlFacts:
     only_final: bool
     skip_reading_prefix_cache: bool
     traceparent: str
+    constraint: Constraint | None
+    ignores_eos: bool  # with a constraint
     sampling: sampling_pb2.RowSampling | None  # with several samples
     cache_namespace: bytes  # with several samples
 
@@ -68,7 +72,7 @@ def write_blob(
     """Return the blob of a generation that is being admitted, whose rows are sampled as ``row`` says."""
     sampling, text = generation.sampling, generation.text
     blob = ControlBlob(
-        version=_VERSION,
+        version=_VERSION if sampling.constraint is None else _CONSTRAINED_VERSION,
         arrival_number=arrival_number,
         priority=generation.priority,
         resume_token=right.token,
@@ -88,6 +92,9 @@ def write_blob(
         n=sampling.n,
         min_tokens=sampling.min_tokens,
     )
+    if sampling.constraint is not None:
+        blob.structured_output.CopyFrom(constraint_message(sampling.constraint))
+        blob.ignore_eos = sampling.ignores_eos
     if sampling.n > 1:
         blob.sampling.CopyFrom(row)
         blob.cache_namespace = generation.cache_namespace
@@ -100,12 +107,13 @@ def read_blob(raw: bytes) -> ControlFacts:
         blob = ControlBlob.FromString(raw)
     except DecodeError:
         raise UnreadableBlob("not a ControlBlob") from None
-    if blob.version != _VERSION:
-        raise UnreadableBlob(f"version {blob.version}, and this release reads {_VERSION}")
+    if not _VERSION <= blob.version <= _CONSTRAINED_VERSION:
+        raise UnreadableBlob(f"version {blob.version}, and this release reads {_VERSION} to {_CONSTRAINED_VERSION}")
     if (
         len(blob.resume_token) != _TOKEN_BYTES
         or not (blob.max_tokens and blob.n)
         or (blob.n > 1 and not blob.HasField("sampling"))
+        or blob.HasField("structured_output") is not (blob.version == _CONSTRAINED_VERSION)
     ):
         raise UnreadableBlob("incomplete")
     return ControlFacts(
@@ -128,9 +136,35 @@ def read_blob(raw: bytes) -> ControlFacts:
         only_final=blob.only_final,
         skip_reading_prefix_cache=blob.skip_reading_prefix_cache,
         traceparent=blob.traceparent,
+        constraint=constraint_of(blob.structured_output) if blob.HasField("structured_output") else None,
+        ignores_eos=blob.ignore_eos,
         sampling=blob.sampling if blob.HasField("sampling") else None,
         cache_namespace=blob.cache_namespace,
     )
+
+
+def constraint_message(constraint: Constraint) -> sampling_pb2.StructuredOutput:
+    """Write a constraint down as a client would."""
+    message = sampling_pb2.StructuredOutput()
+    if constraint.kind is ConstraintKind.CHOICE:
+        message.choice.options.extend(constraint.options)
+    elif constraint.kind is ConstraintKind.JSON_OBJECT:
+        message.json_object = True
+    else:
+        setattr(message, constraint.kind.value, constraint.text)
+    return message
+
+
+def constraint_of(message: sampling_pb2.StructuredOutput) -> Constraint:
+    """Read what ``constraint_message`` wrote. Raises ``UnreadableBlob``."""
+    which = message.WhichOneof("constraint")
+    if which is None:
+        raise UnreadableBlob("incomplete")
+    kind = ConstraintKind(which)
+    text = getattr(message, which)
+    if kind is ConstraintKind.CHOICE:
+        return Constraint(kind, options=tuple(message.choice.options))
+    return Constraint(kind, "" if kind is ConstraintKind.JSON_OBJECT else text)
 
 
 def sampling_of(row: sampling_pb2.RowSampling, facts: ControlFacts) -> SamplingChoice:
@@ -145,6 +179,8 @@ def sampling_of(row: sampling_pb2.RowSampling, facts: ControlFacts) -> SamplingC
         frequency_penalty=row.frequency_penalty,
         max_tokens=facts.max_tokens,
         min_tokens=facts.min_tokens,
+        constraint=facts.constraint,
+        ignores_eos=facts.ignores_eos,
         seed=row.seed,
         n=facts.n,
         eos_ids=facts.eos_ids,

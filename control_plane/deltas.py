@@ -8,6 +8,7 @@ for a step grows with the rows that the plan mentions, not with those that decod
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from control_plane.generation import PoolingChoice, SamplingChoice
@@ -16,7 +17,15 @@ from control_plane.scheduling.plan import NewRow, PlanMode, ResultMismatch, RowC
 from control_plane.scheduling.request import FinishReason
 from control_plane.token_digest import TokenDigest
 from maniple.v1 import sampling_pb2
-from maniple.v1.scheduler_delta_pb2 import BlockChange, BlockIds, Pooling, RowFinished, SchedulerDelta, StepResult
+from maniple.v1.scheduler_delta_pb2 import (
+    BlockChange,
+    BlockIds,
+    Pooling,
+    RowFinished,
+    SampleInput,
+    SchedulerDelta,
+    StepResult,
+)
 from service_chassis.protocol.digest import StateDigest
 
 _MODES = {PlanMode.RUN: SchedulerDelta.MODE_RUN, PlanMode.APPLY_ONLY: SchedulerDelta.MODE_APPLY_ONLY}
@@ -58,7 +67,8 @@ def row_payload(sampling: SamplingChoice, control_blob: bytes = b"") -> RowPaylo
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         seed=sampling.seed,
-        min_tokens=sampling.min_tokens,
+        # Where there are masks, they say so.
+        min_tokens=sampling.min_tokens if sampling.constraint is None else 0,
         stop_ids=sorted(sampling.eos_ids | sampling.stop_token_ids),
         logit_bias_ids=[token_id for token_id, _ in sampling.logit_bias],
         logit_bias_values=[bias for _, bias in sampling.logit_bias],
@@ -83,6 +93,12 @@ def step_tokens(result: StepResult, plan: StepPlan) -> StepTokens:
         rows = [vector.req_index for vector in result.vectors]
         raise ResultMismatch(f"step {plan.step}: vectors of rows {rows}, and {list(plan.pooled_rows)} complete theirs")
     return StepTokens(plan.step, list(result.token_ids), [tuple(vector.values) for vector in result.vectors])
+
+
+def sample_input(plan: StepPlan, masks: Sequence[bytes]) -> SampleInput:
+    """Return what the sampling of a step waits for: a mask for each of its plan's ``masked_rows``."""
+    assert len(masks) == len(plan.masked_rows)
+    return SampleInput(step=plan.step, req_indices=plan.masked_rows, mask_bits=b"".join(masks))
 
 
 class DeltaEncoder:
@@ -140,6 +156,7 @@ class DeltaEncoder:
         for row in plan.turned_decode:
             self._digest.set_advance(row, 1)
         delta.state_digest = self._digest.value
+        delta.awaits_mask.extend(plan.masked_rows)
         self._unanswered.append(plan)
         return delta.SerializeToString()
 

@@ -12,14 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import structlog
 
 from control_plane.adopted_batch import BatchOfRequests, requests_of
 from control_plane.caller_share import Held
 from control_plane.client_errors import error_of_loss, error_of_refusal
+from control_plane.constrained_requests import ConstrainedRequests
 from control_plane.control_blob import write_blob
-from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, row_pooling
+from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, row_pooling, sample_input
 from control_plane.engine_status import EngineLimits, EngineStatus, RequestIds
 from control_plane.generation import Cursor, FinishReason, Generation
 from control_plane.generation_stream import GenerationStream
@@ -55,6 +57,9 @@ from service_chassis.errors import (
 from service_chassis.ids import RequestId, Step
 from service_chassis.protocol.logprobs import Logprobs
 
+if TYPE_CHECKING:
+    from control_plane.structured_output.compiler import GrammarCompiler
+
 log = structlog.get_logger(__name__)
 
 # Rows that ended while nothing else runs are told to the workers within this time (PROTOCOL B2).
@@ -88,6 +93,7 @@ class Engine:
         ids: RequestIds | None = None,
         adopted: BatchSnapshot | None = None,
         survivors: BatchSnapshot | None = None,
+        grammars: GrammarCompiler | None = None,
         resume_grace_s: float = 30.0,
         outlived_by_workers: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -103,6 +109,7 @@ class Engine:
             ids: those of the control plane, where it has other engines beside this one or had one before.
             adopted: the batch that another owner left running in the group.
             survivors: what was left of another owner's batch when its group was lost, to be computed anew here.
+            grammars: of the control plane; None: no output can be made to match anything.
             resume_grace_s: how long an adopted request waits for its client.
             outlived_by_workers: they go on without us, so that another control plane may continue every request.
             clock: of deadlines.
@@ -126,6 +133,13 @@ class Engine:
         self._ids = ids if ids is not None else RequestIds()  # finished less than a minute ago
         self._live = LiveRequests(self._ids)
         self._plans: dict[Step, StepPlan] = {}  # RUN steps without a result
+        self._constrained = ConstrainedRequests(
+            grammars,
+            vocab_size=limits.vocab_size,
+            send=lambda plan, masks: group.send_sample_input(sample_input(plan, masks)),
+            hold=self._hold,
+            fail=lambda request_id, error: self._finish(request_id, scheduled.FinishReason.ABORT, error),
+        )
         self._num_arrived = 0  # counted on across owners of the group
         self._is_leaving = False  # no new steps
         self._has_left = asyncio.Event()  # none is outstanding either
@@ -188,13 +202,14 @@ class Engine:
             NotBuilt: it asks for what the workers of the group, being of an earlier release, cannot give.
             InternalError: it cannot be written down for the workers, which a door should have noticed.
         """
-        if not self.admits:
-            raise NotReady(f"not accepting requests: {self.not_ready_reason}")
-        request_id = generation.request_id
-        now = self.now()
-        if request_id in self._live or self._ids.is_recent(request_id, now):
-            raise DuplicateRequest(f"request_id={request_id!r}: is running, or finished less than a minute ago")
-        sampling = generation.sampling
+        self._check_admits(generation.request_id)
+        grammar, sampling = None, generation.sampling
+        if sampling.constraint is not None:
+            if not self.limits.masks:
+                raise NotBuilt("the workers of this group take no masks: they are of an earlier release")
+            grammar = await self._constrained.compile(sampling.constraint)
+            self._check_admits(generation.request_id)  # that took its time
+        request_id, now = generation.request_id, self.now()
         if not self.limits.full_sampling and (beyond := sampling.beyond_plain()) is not None:
             rule = "the scripted model without torch serves greedy, seeded and forced output"
             raise InvalidParameter(*beyond, rule)
@@ -207,7 +222,7 @@ class Engine:
             request_id=request_id,
             prompt_token_ids=generation.prompt_token_ids,
             max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
+            min_tokens=sampling.min_tokens if grammar is None else 0,  # masks see to it
             stop_ids=sampling.eos_ids | sampling.stop_token_ids,
             n=sampling.n,
             priority=generation.priority,
@@ -217,12 +232,14 @@ class Engine:
             # What the cache holds was computed, and nobody can say any more what it said of the tokens.
             skip_reading_prefix_cache=generation.skip_reading_prefix_cache or sampling.num_prompt_logprobs is not None,
             pools=generation.pooling is not None,
+            masked=grammar is not None,
         )
         if (refusal := self._scheduler.refusal(request)) is not None:
             raise error_of_refusal(refusal, len(generation.prompt_token_ids))
         stream = GenerationStream(generation, lambda: self._cancel(stream))
         try:
             live = LiveRequest.of(generation, stream, self._tokenizer, now)
+            live.grammar = grammar
             # Else a broken stream ends the request, and so does our own end: its client had nothing to look for.
             live.can_be_resumed = self.outlived_by_workers or generation.detach_grace_s > 0
             payload = self._payload(live)
@@ -236,6 +253,12 @@ class Engine:
         request.payload, request.payload_bytes = payload, payload.num_bytes
         self._enter(live, request)
         return stream
+
+    def _check_admits(self, request_id: RequestId) -> None:
+        if not self.admits:
+            raise NotReady(f"not accepting requests: {self.not_ready_reason}")
+        if request_id in self._live or self._ids.is_recent(request_id, self.now()):
+            raise DuplicateRequest(f"request_id={request_id!r}: is running, or finished less than a minute ago")
 
     def _payload(self, live: LiveRequest) -> RowPayload:
         """Write down all that deltas will say of a request and that does not depend on the step."""
@@ -288,6 +311,11 @@ class Engine:
     def _enter(self, live: LiveRequest, request: scheduled.Request) -> None:
         self._live.enter(live)
         self._scheduler.add(request)
+        self._constrained.enter(live, request)
+        self._wake.set()
+
+    def _hold(self, request_id: RequestId, is_held: bool) -> None:
+        self._scheduler.set_paused(request_id, is_held)
         self._wake.set()
 
     def knows(self, request_id: RequestId) -> bool:
@@ -445,6 +473,12 @@ class Engine:
 
     async def run(self) -> None:
         """Plan, send, await, publish, until cancelled or the group is lost."""
+        try:
+            await self._run()
+        finally:
+            self._constrained.close()
+
+    async def _run(self) -> None:
         while not self._has_failed:
             self._apply_results()
             now = self.now()
@@ -481,6 +515,8 @@ class Engine:
             except ResultMismatch as error:
                 self._group.accuse(OUTPUT_RANK, f"gave an answer that fits no plan: {error}")
                 return
+            self._constrained.take_tokens(plan, tokens.token_ids)
+            self._constrained.await_step(next(iter(self._plans.values()), None))
             self._group.expect_token_digest(result.step, self._encoder.take_tokens(plan, tokens))
             self._step_rate.add(self.now(), 1)
 
@@ -492,6 +528,8 @@ class Engine:
         mode = SchedulerDelta.MODE_RUN if runs else SchedulerDelta.MODE_APPLY_ONLY
         self._group.send(plan.step, delta, mode, state_digest=self._encoder.state_digest, num_tokens=plan.num_tokens)
         self._flush_at = None
+        if plan.masked:
+            self._constrained.await_step(next(iter(self._plans.values())))
         for request in plan.started:
             live = self._live.get(request.request_id)
             if live is not None and live.started_at is None:  # else it started in a group that was lost
@@ -581,6 +619,7 @@ class Engine:
 
     def _end(self, live: LiveRequest, error: ManipleError | None, *, frees_id: bool = False) -> None:
         self._live.end(live, error, self.now(), frees_id=frees_id)
+        self._constrained.leave(live.generation.request_id)
 
     # Owners before and after us
 
@@ -592,6 +631,8 @@ class Engine:
         self._scheduler.adopt([one.adopted for one in batch.continued], snapshot.cached)
         for one in batch.continued:
             self._wait_for_client(one.live, resume_grace_s)
+            if not one.live.is_over:
+                self._constrained.enter(one.live, one.adopted.request)
 
     def _readmit(self, snapshot: BatchSnapshot, resume_grace_s: float) -> None:
         """Compute anew what was lost with its group before it could be adopted. What clients were told stays told."""
@@ -602,6 +643,7 @@ class Engine:
             request = one.readmitted()
             if self._scheduler.refusal(request) is None:
                 self._scheduler.add(request)
+                self._constrained.enter(one.live, request)
             else:
                 self._end(one.live, GroupLost("the group was lost, and the request does not fit the new one"))
 
@@ -696,6 +738,7 @@ class Engine:
             live.num_losses += request.started
             if live.num_losses <= MAX_MOVES and self.hand_over(live, request.continued()):
                 self._live.give_away(live)
+                self._constrained.leave(request.request_id)
         for live in self._live:
             has_started = live.started_at is not None
             error = error_of_loss(loss, has_started=has_started)

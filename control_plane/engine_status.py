@@ -29,6 +29,7 @@ class EngineLimits:
     max_num_waiting: int
     full_sampling: bool = True  # False: greedy and seeded draws alone (the scripted model without torch)
     pooling: bool = True  # False: the workers are of a release that cannot embed
+    masks: bool = True  # False: they are of one that takes no masks
     logprobs: bool = True  # False: they are of one that tells no log-probabilities
     dtype: str = ""  # of the weights, as the workers loaded them
 

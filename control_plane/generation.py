@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from control_plane.structured_output.constraint import Constraint
 from service_chassis.ids import RequestId
 from service_chassis.protocol.logprobs import Logprobs
 
@@ -47,6 +48,10 @@ class SamplingChoice:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     logprobs_mode: int = 0
+    # What the output must match. With it `eos_ids` are always set, since it ends where it must, and `ignores_eos` says
+    # whether it ends earlier where it may.
+    constraint: Constraint | None = None
+    ignores_eos: bool = False
 
     def beyond_plain(self) -> tuple[str, object] | None:
         """Return the first parameter, with its value, that asks for more than greedy or seeded draws; None if none."""

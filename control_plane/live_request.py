@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from control_plane.control_blob import ResumeRight, draw_resume_right
 from control_plane.generation import (
@@ -25,6 +26,9 @@ from control_plane.text.detokenizer import Detokenizer
 from control_plane.text.tokenizer import Tokenizer
 from service_chassis.errors import InvalidParameter, ManipleError, PermissionDenied, ResumeLost, Superseded
 from service_chassis.protocol.logprobs import Logprobs
+
+if TYPE_CHECKING:
+    from control_plane.structured_output.compiler import Grammar
 
 
 @dataclass(slots=True)
@@ -58,6 +62,7 @@ class LiveRequest:
     has_earlier_tokens: bool = False  # of another owner, so nobody knows when the first one came
     num_cached_tokens: int = 0
     num_losses: int = 0  # of groups that were computing it
+    grammar: Grammar | None = None  # of its constraint, once that is compiled
     prompt_logprobs: Logprobs | None = None  # where asked for: what is known of its head, a position a token
     has_told_prompt: bool = False  # all of it, to the client
     detached_until: float | None = None  # without a stream: when nobody will come any more

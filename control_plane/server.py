@@ -42,6 +42,7 @@ from control_plane.relay import OwnerChannels, Relay
 from control_plane.security import Security, load_security
 from control_plane.security_rules import knows_callers
 from control_plane.stop_signals import StopSignals
+from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.model_text import load_model_text
 from control_plane.text_on_workers import TextOnWorkers
 from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -129,6 +130,7 @@ class ControlPlane:
         self._stopping = threading.Event()  # read by the thread that fetches a model
         self._recorder: DeltaRecorder | None = None
         self._gateway: asyncio.Task[None] | None = None
+        self._grammars: GrammarCompiler | None = None
 
     async def run(self, signals: StopSignals) -> int:
         """Start, serve, stop."""
@@ -175,6 +177,8 @@ class ControlPlane:
         for keeper in self._keepers:
             self._fleet.leave("shutting down", keeper.name)
         await asyncio.gather(*(keeper.end("the control plane shuts down") for keeper in self._keepers))
+        if self._grammars is not None:
+            await self._grammars.close()
         await self._listeners.stop(_FAREWELL_S)
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
@@ -242,6 +246,7 @@ class ControlPlane:
         """Form all groups, side by side, until each is ours or another's. One that cannot be formed ends the start."""
         names = [str(index) for index in range(self._config.num_groups)]
         self._fleet.expect(names)
+        self._grammars = GrammarCompiler(lambda: served.text)
         prepare = None if place.is_here else TextOnWorkers(place.path, served.learn).learn
         self._keepers = [self._keeper(index, name, place, served, prepare) for index, name in enumerate(names)]
         self._fleet.on_readiness(lambda ready: self._news.set())
@@ -299,6 +304,7 @@ class ControlPlane:
                 self._fleet.ids,
                 adopted=adopted.snapshot,
                 survivors=survivors,
+                grammars=self._grammars,
             ),
             on_group_loss=OnGroupLoss(config.on_group_loss),
             backoff=Backoff(config.max_group_failures),

@@ -25,6 +25,7 @@ from service_chassis.protocol.broadcast_ring import ReaderFds
 from service_chassis.protocol.version import (
     FEATURE_FULL_SAMPLING,
     FEATURE_LOGPROBS,
+    FEATURE_MASKS,
     FEATURE_POOLING,
     MAX_PROTOCOL_VERSION,
     MIN_PROTOCOL_VERSION,
@@ -346,4 +347,4 @@ class Rank:
 def _features() -> list[str]:
     """Return the optional features of this process: without torch only the scripted model's plain sampling is here."""
     sampling = [FEATURE_FULL_SAMPLING] if importlib.util.find_spec("torch") is not None else []
-    return [FEATURE_LOGPROBS, FEATURE_POOLING, *sampling]
+    return [FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING, *sampling]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from control_plane.doors import limits as rules
 from control_plane.doors.prompts import chat_to_ids, check_ids, max_chars, text_to_ids
-from control_plane.doors.sampling_rules import check_built, resolve_sampling, resolve_text, room_for_logprobs
+from control_plane.doors.sampling_rules import resolve_sampling, resolve_text, room_for_logprobs
 from control_plane.doors.served_model import ServedModel
 from control_plane.generation import Chunk, Cursor, Done, FinishReason, Generation, SampleFinished, Started
 from maniple.v1 import inference_pb2
@@ -130,7 +130,6 @@ def to_cursors(request: ResumeRequest) -> tuple[RequestId, bytes, list[Cursor]]:
 def _check_built(request: GenerateRequest) -> None:
     if request.lora:
         raise NotBuilt("lora is reserved in the protocol and not built yet")
-    check_built(request.sampling)
 
 
 async def _prompt(request: GenerateRequest, served: ServedModel, limits: EngineLimits) -> list[int]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from control_plane.doors.constraint_rules import resolve_constraint
 from control_plane.doors.limits import check_count, check_number, check_token_ids
 from control_plane.generation import SamplingChoice, TextChoice
 from control_plane.text.model_text import ModelText
 from control_plane.text.tokenizer import Tokenizer
 from maniple.v1.sampling_pb2 import LogprobsMode, SamplingParams
-from service_chassis.errors import InvalidParameter, NotBuilt
+from service_chassis.errors import InvalidParameter
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
@@ -26,12 +27,6 @@ MAX_SAMPLES = 64
 MAX_LOGPROBS = 20
 # What clients take in one message unless told otherwise is 4 MiB; the rest is for what else a message holds.
 MAX_LOGPROBS_BYTES = 3 << 20
-
-
-def check_built(wanted: SamplingParams) -> None:
-    """Refuse what the protocol reserves and nothing computes yet, rather than ignore it."""
-    if wanted.HasField("structured_output"):
-        raise NotBuilt("sampling.structured_output is reserved in the protocol and not built yet")
 
 
 def resolve_sampling(
@@ -74,7 +69,10 @@ def resolve_sampling(
     check_count("stop_token_ids", wanted.stop_token_ids, MAX_STOP_TOKEN_IDS)
     check_token_ids("stop_token_ids", wanted.stop_token_ids, vocab_size)
     stop_token_ids = frozenset(wanted.stop_token_ids)
-    eos_ids = frozenset(one for one in model.eos_token_ids if one < vocab_size and not wanted.ignore_eos)
+    constraint = resolve_constraint(wanted)
+    # An output that must match something ends where it has to, whoever wants to ignore it.
+    has_eos = constraint is not None or not wanted.ignore_eos
+    eos_ids = frozenset(one for one in model.eos_token_ids if one < vocab_size and has_eos)
     bad_words = _bad_words(wanted, model.tokenizer)
     allowed = tuple(sorted(set(wanted.allowed_token_ids)))
     check_count("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
@@ -103,6 +101,8 @@ def resolve_sampling(
         n=n,
         eos_ids=eos_ids,
         stop_token_ids=stop_token_ids,
+        constraint=constraint,
+        ignores_eos=wanted.ignore_eos and constraint is not None,
         logit_bias=_logit_bias(wanted, vocab_size),
         allowed_token_ids=allowed,
         bad_words=bad_words,

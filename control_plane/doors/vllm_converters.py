@@ -108,6 +108,9 @@ def _sampling(params: vllm_engine_pb2.SamplingParams, max_prompt_tokens: int) ->
             if (count := getattr(params, field)) < 0:
                 raise InvalidParameter(field, count, f"must be in [0, {MAX_LOGPROBS}]: not all of the vocabulary")
             setattr(wanted, field, count)
-    if constraint := params.WhichOneof("constraint"):
-        raise NotBuilt(f"sampling_params.{constraint} is not built yet")
+    if (constraint := params.WhichOneof("constraint")) == "choice":
+        wanted.structured_output.choice.options.extend(params.choice.choices)
+        wanted.structured_output.choice.SetInParent()
+    elif constraint is not None:
+        setattr(wanted.structured_output, constraint, getattr(params, constraint))
     return wanted

@@ -91,6 +91,7 @@ class LiveRow:
     control_blob: bytes
     logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)
     pools: bool = False  # it ends with a vector
+    is_void: bool = False  # its mask died: what it computed past its known tokens is padding
 
     def __repr__(self) -> str:
         return f"LiveRow({self.req_index}, {self.request_id!r}, {self.sample_index}, {self.standing.name})"
@@ -170,8 +171,6 @@ async def read_snapshot(parts: AsyncIterator[Message]) -> BatchSnapshot:
 
 def _live_row(row: worker_pb2.SnapshotResponse.Row) -> LiveRow:
     request = row.request
-    if row.mask_void:
-        raise SnapshotUnreadable(f"row {request.req_index} waits for a mask, and masks are not built")
     try:
         standing = RowStanding(row.state)
     except ValueError:
@@ -189,6 +188,7 @@ def _live_row(row: worker_pb2.SnapshotResponse.Row) -> LiveRow:
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_computed_tokens,
         num_computed_tokens=row.num_computed_tokens,
+        is_void=row.mask_void,
         block_ids=tuple(BlockId(block) for change in request.blocks for block in change.replace.ids),
         sampling=request.sampling,
         deadline_s=request.deadline_ms / 1000 - row.age_s if request.deadline_ms else None,

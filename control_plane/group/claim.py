@@ -19,6 +19,7 @@ from service_chassis.ids import Epoch, Rank
 from service_chassis.protocol.version import (
     FEATURE_FULL_SAMPLING,
     FEATURE_LOGPROBS,
+    FEATURE_MASKS,
     FEATURE_POOLING,
     MAX_PROTOCOL_VERSION,
     MIN_PROTOCOL_VERSION,
@@ -128,7 +129,7 @@ async def _join(
         owner_id=owner_id,
         owner_address=settings.owner_address,
         protocol_version=version,
-        features=[FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_POOLING],
+        features=[FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING],
         rank=rank,
         world_size=executor.world_size,
         lease_ms=int(settings.lease_s * 1000),

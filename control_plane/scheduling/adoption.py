@@ -36,6 +36,7 @@ class AdoptedRow:
     block_ids: tuple[BlockId, ...]
     num_computed_tokens: int
     end: SampleEnd | None = None  # it is over: the next delta says so
+    is_void: bool = False  # its mask died with its owner: it has computed padding past what it knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from control_plane.scheduling.order_queue import OrderQueue
 from control_plane.scheduling.request import NO_ROW, Order, Sample, SampleState
@@ -25,6 +26,24 @@ def order_of(sample: Sample) -> Order:
 
 def _youngest_of_lowest(order: Order) -> tuple[float, ...]:
     return tuple(-part for part in order)
+
+
+class Sampling(NamedTuple):
+    """Who samples in a step, ascending by row; two pairs of tuples that run in parallel."""
+
+    rows: tuple[ReqIndex, ...]
+    samples: tuple[Sample, ...]
+    masked_rows: tuple[ReqIndex, ...]  # of these, those that sample under a mask
+    masked: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Sampling:
+        masked = tuple(sample for sample in samples if sample.request.masked)
+        rows = tuple(sample.req_index for sample in samples)
+        return cls(rows, tuple(samples), tuple(sample.req_index for sample in masked), masked)
+
+
+NOBODY = Sampling((), (), (), ())
 
 
 class Batch:
@@ -41,7 +60,7 @@ class Batch:
         # The decode rows, ascending, and who sits in them. The tuples are handed out and made anew only after a change.
         self._decode_rows: list[ReqIndex] = []
         self._decode_samples: list[Sample] = []
-        self._shared: tuple[tuple[ReqIndex, ...], tuple[Sample, ...]] | None = None
+        self._shared: Sampling | None = None
 
     @property
     def num_free_rows(self) -> int:
@@ -149,14 +168,13 @@ class Batch:
         """Decode rows that do not advance in the step of this tick."""
         return [sample.req_index for sample in self._paused]
 
-    def sampling(self) -> tuple[tuple[ReqIndex, ...], tuple[Sample, ...]]:
-        """Return (rows, samples), ascending by row, that sample in the step of this tick."""
+    def sampling(self) -> Sampling:
+        """Return who samples in the step of this tick."""
         if self._shared is None:
-            self._shared = tuple(self._decode_rows), tuple(self._decode_samples)
+            self._shared = Sampling.of(self._decode_samples)
         if not self._paused:
             return self._shared
-        advancing = [sample for sample in self._decode_samples if sample not in self._paused]
-        return tuple(sample.req_index for sample in advancing), tuple(advancing)
+        return Sampling.of([sample for sample in self._decode_samples if sample not in self._paused])
 
     def advance(self) -> None:
         """A RUN step is planned."""

@@ -96,6 +96,8 @@ class StepPlan:
     forget_prefix_cache: bool = False
     pooled_rows: tuple[ReqIndex, ...] = ()  # rows whose vector is complete with this step, ascending
     pooled: tuple[Sample, ...] = ()  # who sat in `pooled_rows` when planned
+    masked_rows: tuple[ReqIndex, ...] = ()  # those of `rows` that sample under a mask, which follows
+    masked: tuple[Sample, ...] = ()  # who sat in `masked_rows` when planned
 
 
 @dataclass(frozen=True, slots=True)

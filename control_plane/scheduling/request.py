@@ -61,6 +61,7 @@ class Request:
         "arrival",
         "cache_namespace",
         "deadline",
+        "masked",
         "max_tokens",
         "min_tokens",
         "n",
@@ -99,6 +100,7 @@ class Request:
         payload: object = None,
         payload_bytes: int = 0,
         pools: bool = False,
+        masked: bool = False,
         outputs: tuple[tuple[int, ...] | None, ...] = (),
     ) -> None:
         """Describe a request whose values a door has checked.
@@ -118,6 +120,7 @@ class Request:
             payload: opaque; whoever encodes the plan finds it at ``NewRow.sample.request.payload``.
             payload_bytes: what it adds to the delta of each row.
             pools: it ends with a vector, once its prompt is computed, and samples nothing; it has one sample.
+            masked: what it may sample is said anew for each token, when the step is on its way.
             outputs: of a request that goes on from elsewhere, for each sample its output so far, or None if it ended.
                 Empty: a request that begins.
         """
@@ -139,6 +142,7 @@ class Request:
         self.payload = payload
         self.payload_bytes = payload_bytes
         self.pools = pools
+        self.masked = masked
         self.outputs = outputs
         self.order: Order = (priority, arrival, 0, 0)  # made unique by Scheduler.add
         self.samples: tuple[Sample, ...] = ()  # made by Scheduler.add
@@ -189,6 +193,7 @@ class Request:
             payload=self.payload,
             payload_bytes=self.payload_bytes,
             pools=self.pools,
+            masked=self.masked,
             outputs=outputs if self.started or self.outputs else (),
         )
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from control_plane.scheduling.adoption import AdoptedRequest, AdoptedRow, prompt_is_done
-from control_plane.scheduling.batch import Batch, order_of
+from control_plane.scheduling.batch import NOBODY, Batch, order_of
 from control_plane.scheduling.block_events import BlockEvent, BlockStored
 from control_plane.scheduling.limits import SchedulerLimits
 from control_plane.scheduling.order_queue import OrderQueue
@@ -237,6 +237,13 @@ class Scheduler:
             sample.state = row.state
             return  # it queues with the others
         sample.block_ids = list(row.block_ids)
+        if row.is_void:
+            # Past what it knows it has computed padding. It comes back with what it knows, as if it were preempted.
+            self._tables.note_computed(sample, row.num_computed_tokens, Step(self._completed))
+            self._tables.release(sample)
+            self._lost[row.req_index] = RowLoss(row.req_index, row.num_computed_tokens)
+            sample.state = SampleState.PREEMPTED
+            return
         self._batch.begin_prefill(sample, row.num_computed_tokens)
         self._tables.note_computed(sample, row.num_computed_tokens, Step(self._completed))
         if row.state is SampleState.DECODE:
@@ -576,7 +583,7 @@ class Scheduler:
 
     def _emit(self, draft: _Draft, mode: PlanMode, num_tokens: int) -> StepPlan:
         """Turn a draft, and what ended since the plan before, into a plan; it is outstanding from now on."""
-        rows, samples = self._batch.sampling() if mode is PlanMode.RUN else ((), ())
+        sampling = self._batch.sampling() if mode is PlanMode.RUN else NOBODY
         pooled = sorted(draft.pooled, key=lambda sample: sample.req_index)
         changes = list(draft.changes.values())
         if mode is PlanMode.RUN:
@@ -592,8 +599,10 @@ class Scheduler:
             new_rows=tuple(draft.new_rows),
             changes=tuple(changes),
             turned_decode=tuple(draft.turned_decode),
-            rows=rows,
-            samples=samples,
+            rows=sampling.rows,
+            samples=sampling.samples,
+            masked_rows=sampling.masked_rows,
+            masked=sampling.masked,
             chunks=tuple(draft.chunks),
             started=tuple(draft.started),
             forget_prefix_cache=self._forget,

@@ -9,3 +9,5 @@ FEATURE_FULL_SAMPLING = "full_sampling"
 FEATURE_POOLING = "pooling"
 # The rank tells log-probabilities of tokens and prompts, and keeps them.
 FEATURE_LOGPROBS = "logprobs"
+# The rank's sampling waits for masks (SchedulerDelta.awaits_mask).
+FEATURE_MASKS = "masks"

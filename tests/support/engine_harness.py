@@ -25,6 +25,7 @@ from control_plane.generation import (
     TextChoice,
 )
 from control_plane.generation_stream import GenerationStream
+from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.model_text import load_model_text
 from service_chassis.ids import RequestId
 from service_chassis.protocol.logprobs import Logprobs
@@ -47,7 +48,9 @@ async def running_engine(
     resolved = resolve_auto(ControlPlaneConfig(model=model, **config), has_gpu=False, on_terminal=False)
     group = build_group(resolved, model, "")
     facts = await group.form()
-    engine = build_engine(resolved, group, facts, load_model_text(model).tokenizer, ids)
+    text = load_model_text(model)
+    grammars = GrammarCompiler(lambda: text)
+    engine = build_engine(resolved, group, facts, text.tokenizer, ids, grammars=grammars)
     loop = asyncio.create_task(engine.run())
     try:
         yield engine
@@ -55,6 +58,7 @@ async def running_engine(
     finally:
         loop.cancel()
         await asyncio.gather(loop, return_exceptions=True)
+        await grammars.close()
         await group.teardown("the test is over")
     engine.check_integrity()
 

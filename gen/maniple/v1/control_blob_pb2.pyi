@@ -49,8 +49,10 @@ class ControlBlob(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_NAMESPACE_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
+    IGNORE_EOS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """1. A reader that does not know the version ends the request instead of guessing."""
+    """1, or 2 with `structured_output`. A reader that does not know the version ends the request instead of guessing."""
     arrival_number: _builtins.int
     """Orders the waiting and the preempted of one priority; counted by the group's owners, going on across takeovers."""
     priority: _builtins.int
@@ -83,6 +85,8 @@ class ControlBlob(_message.Message):
     """Neither stop ids nor stop strings end a sample among so many first output tokens."""
     cache_namespace: _builtins.bytes
     """Root of the hash chain. Only with several samples."""
+    ignore_eos: _builtins.bool
+    """Where that may end but need not, it goes on. Only with `structured_output`, which sets `eos_ids` all the same."""
     @_builtins.property
     def eos_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-text ids that end a sample. Empty with ignore_eos."""
@@ -98,6 +102,10 @@ class ControlBlob(_message.Message):
     @_builtins.property
     def sampling(self) -> _sampling_pb2.RowSampling:
         """How to sample. Only with several samples: one may have left before another began, and tombstones do not say."""
+
+    @_builtins.property
+    def structured_output(self) -> _sampling_pb2.StructuredOutput:
+        """What the output must match. Set in version 2 alone: whoever does not know it must not go on with the request."""
 
     def __init__(
         self,
@@ -123,10 +131,12 @@ class ControlBlob(_message.Message):
         min_tokens: _builtins.int = ...,
         sampling: _sampling_pb2.RowSampling | None = ...,
         cache_namespace: _builtins.bytes = ...,
+        structured_output: _sampling_pb2.StructuredOutput | None = ...,
+        ignore_eos: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_number", b"arrival_number", "cache_namespace", b"cache_namespace", "client_identity", b"client_identity", "detach_grace_s", b"detach_grace_s", "eos_ids", b"eos_ids", "include_stop_str_in_output", b"include_stop_str_in_output", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "no_spaces_between_special_tokens", b"no_spaces_between_special_tokens", "only_final", b"only_final", "priority", b"priority", "resume_token", b"resume_token", "sampling", b"sampling", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "skip_special_tokens", b"skip_special_tokens", "skip_text", b"skip_text", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_number", b"arrival_number", "cache_namespace", b"cache_namespace", "client_identity", b"client_identity", "detach_grace_s", b"detach_grace_s", "eos_ids", b"eos_ids", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "no_spaces_between_special_tokens", b"no_spaces_between_special_tokens", "only_final", b"only_final", "priority", b"priority", "resume_token", b"resume_token", "sampling", b"sampling", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "skip_special_tokens", b"skip_special_tokens", "skip_text", b"skip_text", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
