@@ -58,6 +58,9 @@ def configure_logging(
     root.handlers[:] = [handler]
     # Other people's libraries are quieter than we are: their debug lines may hold request bodies.
     root.setLevel(max(number, logging.WARNING))
+    grpc_logger = logging.getLogger("grpc._cython.cygrpc")
+    if _is_worth_a_line not in grpc_logger.filters:
+        grpc_logger.addFilter(_is_worth_a_line)
     for ours in ("maniple", "control_plane", "worker_service", "service_chassis"):
         logging.getLogger(ours).setLevel(number)
     structlog.configure(
@@ -66,6 +69,16 @@ def configure_logging(
         logger_factory=lambda *args: logging.getLogger(args[0] if args else "maniple"),
         cache_logger_on_first_use=False,
     )
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Tell what grpc may log. It reports as errors the statuses that it could not send, since the call was over.
+
+    Its client went away, or its deadline passed, in the moment before: nobody must look. What a handler of ours was
+    refused in such a moment, it hears itself (service_chassis/interceptors.py).
+    """
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"
 
 
 def get_logger(**facts: object) -> FilteringBoundLogger:

@@ -1,0 +1,43 @@
+"""What is logged of what grpc reports."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+from grpc._cython import cygrpc
+
+from service_chassis.telemetry import configure_logging
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    configure_logging("info", "json", stream=stream)
+    yield stream
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def report(error: BaseException) -> None:
+    """Log as grpc.aio's server does when a servicer's method ends with something that is not its own."""
+    try:
+        raise error
+    except BaseException:
+        logging.getLogger("grpc._cython.cygrpc").exception("raised in core by servicer method [/x/y]")
+
+
+def test_status_that_grpc_could_not_send_is_no_line(log: io.StringIO) -> None:
+    report(cygrpc.ExecuteBatchError("Failed execute_batch"))
+    assert log.getvalue() == ""
+
+
+def test_anything_else_that_grpc_reports_is_logged(log: io.StringIO) -> None:
+    report(ValueError("surprise"))
+    logging.getLogger("grpc._cython.cygrpc").error("no exception at all")
+    assert "surprise" in log.getvalue()
+    assert "no exception at all" in log.getvalue()
