@@ -27,7 +27,7 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test serve setup lint gen check-gen breaking bench-serve bench-steps bench-faults soak clean
+.PHONY: help demo test clients fuzz serve setup lint gen check-gen breaking bench-serve bench-steps bench-faults soak clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -47,6 +47,13 @@ demo: $(STAMP) ## serve the demo model, ask one question, stream the answer, sto
 
 serve: $(STAMP) ## serve MODEL (demo) on LISTEN (127.0.0.1:50051) in the foreground
 	@$(BIN)/maniple serve --model $(MODEL) --listen $(LISTEN)
+
+clients: $(STAMP) ## build the clients of other languages and run them against live servers (gets compilers)
+	@$(BIN)/python -m pytest -q -rs --timeout 600 clients/tests $(PYTEST_ARGS)
+
+fuzz: $(STAMP) ## two minutes of random and broken messages for each door; MANIPLE_FUZZ_SEED to repeat a run
+	@MANIPLE_FUZZ_SECONDS=$(or $(MANIPLE_FUZZ_SECONDS),120) $(BIN)/python -m pytest -q -s --timeout 0 \
+		tests/contract/test_fuzz_doors.py $(PYTEST_ARGS)
 
 test: $(STAMP) ## run the whole test suite; PYTEST_ARGS="-k name" for a part
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
@@ -80,4 +87,5 @@ soak: $(STAMP) ## ten minutes of random faults under load; BENCH_ARGS="--duratio
 	@$(BIN)/python bench/soak.py $(BENCH_ARGS)
 
 clean: ## remove .venv and caches (not the fetched models)
+	rm -rf clients/{go,java,cpp}/build clients/go/gen clients/node/node_modules
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache ./*.egg-info

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -33,10 +33,10 @@ INFERENCE = "maniple.v1.InferenceService"
 class ServeProcess:
     """The process, what it announced, and how it is reached."""
 
-    def __init__(self, words: Sequence[str], *, verb: str = "serve") -> None:
+    def __init__(self, words: Sequence[str], *, verb: str = "serve", log: IO[str] | None = None) -> None:
         command = [sys.executable, "-m", "control_plane.cli", verb, "--announce", "json", "--log-level", "warning"]
         self.process = subprocess.Popen(
-            [*command, "--listen", "127.0.0.1:0", *words], stdout=subprocess.PIPE, text=True
+            [*command, "--listen", "127.0.0.1:0", *words], stdout=subprocess.PIPE, stderr=log, text=True
         )
         self.announced: list[Announcement] = []
         self._owns_workers = "--worker-addresses" not in words  # else they are others', and outlive it
