@@ -142,12 +142,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return None
         authentication = self._policy.authentication
         try:
-            token = bearer_token(metadata) if authentication.knows_tokens else None
+            is_public = self._policy.scope_of(method) == PUBLIC
+            # What is for everybody is not refused for a token that it did not ask for.
+            token = bearer_token(metadata) if authentication.knows_tokens and not is_public else None
             known = None if token is None else caller_behind_relay(authentication.of_token(token), metadata, token=True)
-            if known is not None or not authentication.certificates:
+            if known is not None or is_public or not authentication.certificates:
                 caller = self._policy.check(method, known)
                 return _checked(handler, lambda context: caller)
-            self._policy.scope_of(method)
         except ManipleError as error:
             return _refusing(handler, error)
         # The certificate is seen once the call is there.

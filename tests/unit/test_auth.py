@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from control_plane.relay import OwnerChannels
 from service_chassis.auth import (
     ANY_CALLER,
     PUBLIC,
@@ -282,3 +283,18 @@ def test_only_a_relay_speaks_for_others() -> None:
     assert caller_behind_relay(None, passed_on) is None
     with pytest.raises(PermissionDenied, match="needs the scope relay"):
         caller_behind_relay(ordinary, passed_on)
+    # A client's own token that was passed on says who he is, whatever else is said.
+    assert caller_behind_relay(ordinary, passed_on, token=True) is ordinary
+    assert caller_behind_relay(relay, passed_on, token=True) == caller_behind_relay(relay, passed_on)
+
+
+def test_control_plane_that_is_known_by_a_token_shows_the_one_of_now(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("first")
+    channels = OwnerChannels(
+        max_message_bytes=1, token=WatchedFiles((str(path),), path.read_text, what="the token for other control planes")
+    )
+    assert dict(channels.in_the_name_of("")) == {RELAYED_KEY: "1", "authorization": "Bearer first"}
+    path.write_text("second one")
+    expected = {RELAYED_KEY: "1", RELAYED_CALLER_KEY: b"ann", "authorization": "Bearer second one"}
+    assert dict(channels.in_the_name_of("ann")) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -229,3 +230,38 @@ def test_unusable_file_is_named_with_its_rule(tmp_path: Path, authority: Authori
             read_pems(files)
         assert (caught.value.place, caught.value.rule[: len(rule)]) == (place, rule)
     assert "PRIVATE" not in repr(read_pems(good.files))
+
+
+async def test_connection_has_at_most_so_many_calls_at_a_time() -> None:
+    async def wait(request: bytes, context: Any) -> bytes:
+        await released.wait()
+        return request
+
+    released = asyncio.Event()
+    server = make_server(1 << 20, max_concurrent_streams=2)
+    methods: dict[str, Any] = {"Wait": grpc.unary_unary_rpc_method_handler(wait)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", methods),))
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.unary_unary("/test.Service/Wait")
+        first, second = call(b"1", timeout=DEADLINE_S), call(b"2", timeout=DEADLINE_S)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"3", timeout=0.5)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        released.set()
+        assert (await first, await second, await call(b"3", timeout=DEADLINE_S)) == (b"1", b"2", b"3")
+    await server.stop(0)
+
+
+def test_channels_and_ports_are_opened_in_one_place_each() -> None:
+    """Else somebody's new connection would be in plaintext."""
+    root = Path(__file__).parents[2]
+    opening = re.compile(r"\b(?:insecure_channel|secure_channel|add_insecure_port|add_secure_port)\(")
+    found = {
+        str(path.relative_to(root))
+        for package in ("control_plane", "worker_service", "service_chassis")
+        for path in (root / package).rglob("*.py")
+        if opening.search(path.read_text())
+    }
+    assert found == {"service_chassis/channels.py", "service_chassis/server.py"}
