@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.scripted_reference import logits
 
 pytest.importorskip("smg", reason="the gateway's wheel exists for Linux only")
 
@@ -127,6 +130,35 @@ def test_gateway_streams_a_chat_completion(gateway_port: int) -> None:
     choices = [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
     assert "".join(choice["delta"].get("content") or "" for choice in choices) == ANSWER
     assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_gateway_passes_log_probabilities_on(gateway_port: int) -> None:
+    answer = json.loads(chat(gateway_port, max_tokens=3, logprobs=True, top_logprobs=2))
+    content = answer["choices"][0]["logprobs"]["content"]
+    prompt = [257, *b"Salve?", 256, 258]
+    for place, position in enumerate(content):
+        scores = logits([*prompt, *ANSWER.encode()[:place]])
+        total = math.log(sum(math.exp(score) for score in scores))
+        assert position["token"] == ANSWER[place]
+        assert position["logprob"] == pytest.approx(scores[ord(ANSWER[place])] - total, abs=1e-4)
+        best = sorted(scores, reverse=True)[:2]
+        assert [one["logprob"] for one in position["top_logprobs"]] == pytest.approx(
+            [score - total for score in best], abs=1e-4
+        )
+    assert len(content) == 3
+
+
+def test_gateway_streams_log_probabilities(gateway_port: int) -> None:
+    lines = chat(gateway_port, stream=True, max_tokens=4, logprobs=True, top_logprobs=1).splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    told = [
+        one
+        for chunk in chunks
+        for choice in chunk["choices"]
+        for one in (choice.get("logprobs") or {}).get("content", [])
+    ]
+    assert "".join(one["token"] for one in told) == ANSWER[:4]
+    assert all(one["logprob"] <= 0 for one in told)
 
 
 def test_gateway_passes_the_length_on(gateway_port: int) -> None:
