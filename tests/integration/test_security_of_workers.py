@@ -76,7 +76,7 @@ async def start(place: Place, addresses: tuple[str, ...], tls: ClientTls | None)
     """Look for the ranks once, as a control plane does; return their health addresses."""
     executor = RemoteExecutor(addresses, world_size=len(addresses), settings=WORKER, tls=tls)
     try:
-        await executor.start(timeout_s=2.5 if tls is None else 20.0)
+        await executor.start(timeout_s=1.0 if tls is None else 20.0)
         replies = await executor.collective_rpc("Describe", worker_pb2.DescribeRequest(), timeout_s=20.0)
         return [reply.health_address for reply in replies]  # type: ignore[attr-defined]
     finally:
