@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from math import inf
 
-from processes import Surroundings, tree, until, until_gone
+from processes import Surroundings, is_alive, tree, until, until_gone
 from service_chassis.scripted import ScriptedOptions, fail_at, parse_scripted, scripted_model
 from targets import Elsewhere, Served, StreamLog, Streams, Target, Vllm, ready
 
 # What takes so long is a hang, whatever the limit.
-_HANG_S = 60.0
+HANG_S = 60.0
 _MAX_TOKENS = 2000
 # Long enough that everybody runs, and that steps are steady.
 _TOKENS_BEFORE = 8
@@ -56,8 +57,9 @@ class Settings:
 class Measured:
     """Seconds by name, and what went otherwise than it must."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # infinite: it was given up after HANG_S
     wrong: list[str] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)  # what each client was told in the end
 
     def must(self, condition: object, sentence: str) -> None:
         if not condition:
@@ -100,18 +102,19 @@ async def not_ready_at(target: Target) -> float:
 async def measure_loss(
     target: Target, streams: Streams, pids: Sequence[int], measured: Measured, *, since: float | None, words: str
 ) -> None:
-    """Measure how a lost group ends: readiness, streams, processes. ``words``: a pattern in every stream's error."""
-    readiness = asyncio.create_task(not_ready_at(target))
-    try:
-        ended_at = await _all_ended(streams, measured)
-        began = since if since is not None else max(log.token_at for log in streams.logs)
-        measured.seconds["last stream ended"] = ended_at - began
-        gone_at = await until_gone(pids, _HANG_S)
-        measured.seconds["ranks gone after that"] = max(gone_at - ended_at, 0.0)
-        async with asyncio.timeout(_HANG_S):
-            measured.seconds["not ready"] = await readiness - began
-    finally:
-        readiness.cancel()
+    """Measure how a lost group ends: readiness, streams, processes. ``words``: a pattern in every stream's error.
+
+    All three are waited for at once: what never comes costs no more than one ``HANG_S``.
+    """
+    ended_at, gone_at, unready_at = await asyncio.gather(
+        _all_ended(streams, measured),
+        _or_never(until_gone(pids, HANG_S)),
+        _or_never(asyncio.wait_for(not_ready_at(target), HANG_S)),
+    )
+    began = since if since is not None else max(log.token_at for log in streams.logs)
+    measured.seconds["last stream ended"] = ended_at - began
+    measured.seconds["not ready"] = unready_at - began
+    measured.seconds["ranks gone after that"] = max(gone_at - min(ended_at, gone_at), 0.0) if gone_at < inf else inf
     for log in streams.logs:
         measured.must(log.num_ends < 2, f"a stream ended {log.num_ends} times")
         right = not log.num_ends or re.search(words, log.error)
@@ -119,12 +122,28 @@ async def measure_loss(
 
 
 async def _all_ended(streams: Streams, measured: Measured) -> float:
-    """Return when the last stream ended, or when we gave up waiting."""
+    """Return when the last stream ended; never, where we gave up waiting."""
     try:
-        return await streams.all_ended(_HANG_S)
+        return await streams.all_ended(HANG_S)
     except TimeoutError as error:
         measured.wrong.append(str(error))
-        return time.monotonic()
+        return inf
+    finally:
+        measured.ends = [_end_of(log) for log in streams.logs]
+
+
+def _end_of(log: StreamLog) -> str:
+    """Say in short what a client was told."""
+    if not log.num_ends:
+        return "nothing"
+    return log.error[:120] or "the end, as if all was well"
+
+
+async def _or_never(moment: Awaitable[float]) -> float:
+    try:
+        return await moment
+    except TimeoutError:
+        return inf
 
 
 def served(around: Surroundings, settings: Settings, model: str = "") -> Target:
@@ -165,12 +184,10 @@ async def _control_plane_killed(around: Surroundings, settings: Settings, repeti
         pids = tree(target.main.pid)
         since = target.main.send_signal(signal.SIGKILL)
         measured.seconds["last stream ended"] = await _all_ended(streams, measured) - since
-        try:
-            measured.seconds["nothing left"] = await until_gone(pids, 30.0) - since
-        except TimeoutError:
-            measured.seconds["nothing left"] = 30.0
-            measured.wrong.append(f"{len(tree(target.main.pid) & pids)} processes lived on after 30 s")
-        if not settings.peer:
+        measured.seconds["nothing left"] = await _or_never(until_gone(pids, HANG_S)) - since
+        if measured.seconds["nothing left"] == inf:
+            measured.wrong.append(f"{sum(map(is_alive, pids))} processes lived on after {HANG_S:g} s")
+        elif not settings.peer:
             # The sockets of a process go with its last thread, a moment after the process counts as dead.
             await until(lambda: not any(around.left().values()), 30.0, "the end of its sockets and files")
             measured.seconds["nothing left"] = time.monotonic() - since
@@ -195,7 +212,7 @@ async def _taken_over(
             measured.seconds["of that, protocol"] = spent.total_seconds()
         else:
             measured.wrong.append("the group was not adopted")
-        await streams.all_ended(_HANG_S)
+        await streams.all_ended(HANG_S)
         measured.must(await target.rank_pids() == pids, "the ranks are not those of before")
         for log, wanted in zip(streams.logs, expected, strict=True):
             _compare(log, wanted, measured, settings)
@@ -227,7 +244,7 @@ async def _undisturbed(around: Surroundings, settings: Settings, num_tokens: int
         target = Served(around, settings.model, settings.ranks, *settings.flags)
         await target.start()
         streams = Streams(target, settings.vocab_size, num_tokens)
-        await streams.all_ended(_HANG_S)
+        await streams.all_ended(HANG_S)
         await target.close()
         if errors := [log.error for log in streams.logs if log.error]:
             raise RuntimeError(f"an undisturbed run failed: {errors}")
@@ -249,7 +266,7 @@ async def _takeover_by_handover(around: Surroundings, settings: Settings, repeti
     async def leave(target: Elsewhere) -> float:
         told_at = target.main.send_signal(signal.SIGTERM)
         old = target.main
-        await until(lambda: old.exit_code() is not None, _HANG_S, "the end of the old control plane")
+        await until(lambda: old.exit_code() is not None, HANG_S, "the end of the old control plane")
         target.start_control_plane()
         return told_at
 

@@ -110,10 +110,13 @@ class Surroundings:
         }
 
     def remove(self) -> None:
-        """End what still lives, and delete the directory."""
+        """End what still lives, and delete the directory and what was left in shared memory."""
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for path in self.shared_memory():
+            with suppress(OSError):
+                os.unlink(path)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

@@ -28,14 +28,19 @@ SIZES = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    directory = parser.parse_args().directory
+def write_random_checkpoint(directory: Path) -> None:
+    """Write it; the tokenizer is fetched where it was not yet."""
     write_checkpoint(directory, tiny_config("LlamaForCausalLM", **SIZES))
     demo = Path(resolve_model("demo", lambda what, share, detail: None).path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, directory / name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
+    write_random_checkpoint(directory)
     print(f"{directory}: now --model {directory} --ranks 2")
 
 

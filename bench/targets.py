@@ -265,9 +265,9 @@ class Vllm:
         return sorted(found, key=lambda pid: int(found[pid][1] or 0))
 
     async def is_ready(self) -> bool:
-        """Ask /health."""
+        """Ask /health. Where the machine is busy it may take a while to answer, which says nothing of its readiness."""
         try:
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(5.0):
                 async for _ in self._door._call("GET", "/health", None):
                     pass
                 return True

@@ -46,3 +46,22 @@ def test_missed_limits_and_wrong_ends_count_as_failures(monkeypatch: pytest.Monk
     lines = table([case(1.5), case(None, "no server")]).splitlines()
     assert lines[2].split() == ["takeover", "ready", "1.500", "s", "2.000", "s"]
     assert lines[-1].strip() == "! no server"
+
+
+def test_peer_stands_beside_ours_with_what_never_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    from faults import is_missed, peer_command, table
+
+    never = case(None, "3 of 8 streams did not end within 60 s")
+    never["figures"][0]["over_s"] = 60.0
+    ours = [case(1.5), {**case(0.25), "case": "another"}]
+    lines = table(ours, [never]).splitlines()
+    assert lines[0].split() == ["fault", "measured", "worst", "limit", "vllm"]
+    assert lines[2].split() == ["takeover", "ready", "1.500", "s", "2.000", "s", ">", "60", "s"]
+    assert lines[3].strip() == "vllm: 3 of 8 streams did not end within 60 s"
+    assert lines[4].split() == ["another", "ready", "0.250", "s", "2.000", "s", "-"]
+    assert is_missed(never)
+    words = peer_command(Path("/opt/vllm"), "/tmp/a model", 2).split()
+    assert words[0] == "env"
+    assert "/opt/vllm/bin/vllm serve '/tmp/a model' --enforce-eager" in " ".join(words)
+    assert words[-2:] == ["--tensor-parallel-size", "2"]
