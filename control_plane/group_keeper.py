@@ -160,7 +160,11 @@ class GroupKeeper:
     def _on_held(self, reason: str, owner_address: str) -> None:
         self._fleet.hold(reason, self.name, owner_address)
         self._progress("wait", Rank(0), 0.0, reason)
-        if self._prepare is not None and self._group is not None and self._preparing is None:
+        if (
+            self._prepare is not None
+            and self._group is not None
+            and (self._preparing is None or self._preparing.done())
+        ):
             early = self._prepare_early(self._group, self._prepare)
             self._preparing = asyncio.create_task(early, name=f"prepare-{self.name}")
 
