@@ -87,7 +87,7 @@ def write_blob(
         no_spaces_between_special_tokens=not text.spaces_between_special_tokens,
         skip_text=text.skip_text,
         only_final=generation.only_final,
-        skip_reading_prefix_cache=generation.skip_reading_prefix_cache,
+        skip_reading_prefix_cache=not generation.reads_prefix_cache,
         traceparent=generation.traceparent,
         n=sampling.n,
         min_tokens=sampling.min_tokens,

@@ -229,8 +229,7 @@ class Engine:
             arrival=now,
             deadline=generation.deadline,
             cache_namespace=generation.cache_namespace,
-            # What the cache holds was computed, and nobody can say any more what it said of the tokens.
-            skip_reading_prefix_cache=generation.skip_reading_prefix_cache or sampling.num_prompt_logprobs is not None,
+            skip_reading_prefix_cache=not generation.reads_prefix_cache,
             pools=generation.pooling is not None,
             masked=grammar is not None,
         )

@@ -182,7 +182,7 @@ class Fleet:
             raise DuplicateRequest(f"request_id={request_id!r}: is running")
         engine = ready[0]
         if len(ready) > 1:
-            tokens = () if generation.skip_reading_prefix_cache else generation.prompt_token_ids
+            tokens = generation.prompt_token_ids if generation.reads_prefix_cache else ()
             candidates = [one.candidate(tokens, generation.cache_namespace) for one in ready]
             choice = choose_group(candidates)
             engine = ready[choice.chosen]

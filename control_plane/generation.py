@@ -103,6 +103,11 @@ class Generation:
     traceparent: str = ""
     pooling: PoolingChoice | None = None  # set: its only output is a vector, nothing is sampled
 
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether it may use what others computed. Nobody can say any more what that said of a prompt's tokens."""
+        return not self.skip_reading_prefix_cache and self.sampling.num_prompt_logprobs is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:

@@ -289,6 +289,7 @@ async def test_prompt_that_was_half_computed_is_told_to_its_end() -> None:
     kept = KeptLogprobs(columns(2), columns(1, 7))
     one = only(row(generation(num_prompt_logprobs=0), b"", standing=RowStanding.PREFILL, logprobs=kept))
     assert not one.live.has_told_prompt
+    assert one.adopted.request.skip_reading_prefix_cache  # it may be preempted, and must compute all of it again
     one.live.note_prompt(3, columns(1, 5))  # beyond what is known: no part of it
     one.live.note_prompt(1, columns(1, 7, 8))  # some of it again
     one.live.note_prompt(3, columns(1, 9))
