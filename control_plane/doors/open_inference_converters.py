@@ -240,7 +240,8 @@ class Answers:
     def _add_logprobs(self, index: int, told: Logprobs) -> None:
         width = told.width
         for place, rank in enumerate(told.ranks):
-            ids, values = (column[place * width : (place + 1) * width] for column in (told.token_ids, told.values))
+            here = slice(place * width, (place + 1) * width)
+            ids, values = told.token_ids[here], told.values[here]
             if not rank:  # lost with an owner
                 self._new_logprobs[index].append({})
                 continue

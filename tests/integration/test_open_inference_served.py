@@ -97,6 +97,18 @@ def test_unary_request_gets_the_models_tokens(server: ServeProcess) -> None:
         assert expected.transcript.samples[0].token_ids == greedy(list(b"salve"), 9)
 
 
+def test_constraint_of_the_output_goes_under_either_of_vllms_names(server: ServeProcess) -> None:
+    with triton.InferenceServerClient(server.address) as client:
+        for name, constraint in (
+            ("structured_outputs", {"choice": ["veni", "vidi"]}),
+            ("guided_decoding", {"json": {"enum": [17, "vici"]}}),
+        ):
+            tensors = inputs("?", {"ignore_eos": False, name: constraint}, exclude_input_in_output=True)
+            result = client.infer(MODEL, tensors, client_timeout=30)
+            assert result.as_numpy("text_output")[0].decode() in ("veni", "vidi", "17", '"vici"')
+            assert result.as_numpy("finish_reason")[0] == b"stop"
+
+
 def test_cancelled_stream_and_passed_timeout_free_every_block(server: ServeProcess) -> None:
     with Client(server.address) as ours:
 
