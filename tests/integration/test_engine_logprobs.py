@@ -11,6 +11,8 @@ import pytest
 from control_plane.engine import Engine
 from control_plane.generation import Cursor, FinishReason, TextChoice
 from control_plane.live_request import resumed_stream
+from control_plane.scheduling.request import Sample, SampleState
+from control_plane.scheduling.scheduler import Scheduler
 from support.engine_harness import Collected, collect, generation, running_engine, scripted
 from support.logprobs import check, expected, of_output, of_prompt, told
 from support.scripted_reference import VOCAB, logits, seeded
@@ -108,6 +110,28 @@ async def test_nothing_is_told_twice_or_left_out_when_blocks_are_scarce() -> Non
         for index, output in got.token_ids.items():
             assert len(output) == 25
             check(got.logprobs[index], of_output(prompt, output, 1))
+
+
+async def test_prompt_that_loses_its_blocks_half_way_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted: list[SampleState] = []
+    preempt = Scheduler._preempt
+
+    def note(self: Scheduler, draft: Any, sample: Sample) -> None:
+        preempted.append(sample.state)
+        preempt(self, draft, sample)
+
+    monkeypatch.setattr(Scheduler, "_preempt", note)
+    prompt = [random.Random(4).randrange(VOCAB) for _ in range(60)]
+    settings = {"num_kv_blocks": 27, "block_size": 4, "max_model_len": 104, "max_num_batched_tokens": 8}
+    async with running_engine(max_num_seqs=8, **settings) as engine:
+        others = [await engine.generate(generation(f"o{number}", [number], max_tokens=20)) for number in range(4)]
+        stream = await engine.generate(generation("a", prompt, num_prompt_logprobs=1, max_tokens=2))
+        got = await collect(stream)
+        for other in others:
+            await collect(other)
+    assert SampleState.PREFILL in preempted
+    (columns,) = got.prompt_logprobs
+    check(columns, of_prompt(prompt, 1))
 
 
 async def test_each_sample_is_told_of_its_own_tokens_and_the_prompt_once() -> None:
