@@ -19,6 +19,7 @@ import structlog
 from control_plane.adopted_batch import BatchOfRequests, requests_of
 from control_plane.caller_share import Held
 from control_plane.client_errors import error_of_loss, error_of_refusal
+from control_plane.collector import collector_paused
 from control_plane.constrained_requests import ConstrainedRequests
 from control_plane.control_blob import write_blob
 from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, row_pooling, sample_input
@@ -160,7 +161,8 @@ class Engine:
         group.on_lost = self.fail
         group.on_health = lambda healthy, reason: self._tell_readiness()
         if adopted is not None:
-            self._adopt(adopted, resume_grace_s)
+            with collector_paused():
+                self._adopt(adopted, resume_grace_s)
         elif survivors is not None:
             self._readmit(survivors, resume_grace_s)
 

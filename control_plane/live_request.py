@@ -38,6 +38,7 @@ class LiveSample:
     detokenizer: Detokenizer
     token_ids: list[int] = field(default_factory=list)  # of its output, those that count
     text: list[str] = field(default_factory=list)  # pieces, as they became certain
+    unread: list[int] = field(default_factory=list)  # its last ids, of which there is no text yet
     logprobs: Logprobs | None = None  # a position a token, where asked for
     reason: FinishReason | None = None
     finished: SampleFinished | None = None  # what the client is told, where it ended well
@@ -135,6 +136,8 @@ class LiveRequest:
             ResumeLost: a cursor beyond what is known.
         """
         by_index = {cursor.index: cursor for cursor in cursors}
+        for sample in self.samples:
+            self._read_up(sample)
         parts = [self._after(index, by_index.get(index, Cursor(index=index))) for index in range(len(self.samples))]
         if any(index >= len(self.samples) for index in by_index):
             raise InvalidParameter("cursors.index", max(by_index), f"must be below {len(self.samples)}")
@@ -224,6 +227,14 @@ class LiveRequest:
             return None
         if token_ids and self.first_token_at is None and not self.has_earlier_tokens:
             self.first_token_at = now
+        if self.stream is None and finish is None and not self.generation.text.stop:
+            # Nobody reads, and no text can end it: a new owner has hundreds to take up before it is ready.
+            sample.unread += token_ids
+            if token_ids:
+                self._tell_prompt()
+            self._tell(index, list(token_ids), "", logprobs)
+            return None
+        self._read_up(sample)
         # The token that ends a sample is no part of its text, unless the client wants to see what stopped it.
         silent_end = finish is FinishReason.STOP and not self._shows_stop_token(matched_token_id)
         piece = sample.detokenizer.push(token_ids[:-1] if silent_end else token_ids)
@@ -241,6 +252,12 @@ class LiveRequest:
         elif finish is not None:
             self._end(index, finish, matched_token_id=matched_token_id)
         return piece.matched_stop
+
+    def _read_up(self, sample: LiveSample) -> None:
+        """Turn into text what came while nobody read."""
+        unread, sample.unread = sample.unread, []
+        if unread and (text := sample.detokenizer.push(unread).text) and not self.generation.text.skip_text:
+            sample.text.append(text)
 
     def note_prompt(self, first_position: int, columns: Logprobs) -> None:
         """Take what is said of a part of the prompt; what is known already is passed over.
@@ -274,6 +291,7 @@ class LiveRequest:
 
     def abort_sample(self, index: int) -> None:
         """End one sample that still runs with reason abort."""
+        self._read_up(self.samples[index])
         if (text := self.samples[index].detokenizer.flush()) and not self.generation.text.skip_text:
             self._tell(index, [], text)
         self._end(index, FinishReason.ABORT)

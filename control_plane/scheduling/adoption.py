@@ -56,6 +56,8 @@ def first_end(request: Request, output_ids: Sequence[int], limit: int) -> Sample
         limit: known tokens, prompt included, at which a sample ends.
     """
     num_prompt_tokens = len(request.prompt_token_ids)
+    if num_prompt_tokens + len(output_ids) < limit and request.stop_ids.isdisjoint(output_ids):
+        return None  # most end nowhere, and have thousands
     for count, token_id in enumerate(output_ids, start=1):
         if token_id in request.stop_ids and count > request.min_tokens:
             return SampleEnd(FinishReason.STOP, count, token_id)

@@ -14,7 +14,7 @@ from control_plane.scheduling.block_pool import BlockPool
 from control_plane.scheduling.plan import BlockCopy
 from control_plane.scheduling.request import Sample
 from service_chassis.ids import BlockId, Step
-from service_chassis.protocol.block_hash import block_hash, packed_ids, root_hash
+from service_chassis.protocol.block_hash import block_hash, packed_block_hash, packed_ids, root_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +95,19 @@ class Tables:
             return
         num_full = min(num_computed_tokens, len(sample.token_ids)) // self._block_size
         self._name_blocks(sample, num_full)
-        for index in range(sample.num_registered, num_full):
-            contents = self._contents(sample, index)
-            self.pool.register(sample.block_ids[index], sample.hashes[index], step, contents)
-        sample.num_registered = max(sample.num_registered, num_full)
+        first, hashes, namespace = sample.num_registered, sample.hashes, sample.request.cache_namespace
+        for index, token_ids in enumerate(self._packed(sample, first, num_full), first):
+            contents = BlockContents(hashes[index - 1] if index else None, token_ids, namespace)
+            self.pool.register(sample.block_ids[index], hashes[index], step, contents)
+        sample.num_registered = max(first, num_full)
 
-    def _contents(self, sample: Sample, index: int) -> BlockContents:
-        start = index * self._block_size
-        return BlockContents(
-            parent=sample.hashes[index - 1] if index else None,
-            token_ids=packed_ids(sample.token_ids[start : start + self._block_size]),
-            cache_namespace=sample.request.cache_namespace,
-        )
+    def _packed(self, sample: Sample, first: int, end: int) -> list[bytes]:
+        """Return the token ids of blocks [first, end) of a sample, packed as block hashes take them."""
+        if first >= end:
+            return []
+        packed = packed_ids(sample.token_ids[first * self._block_size : end * self._block_size])
+        size = len(packed) // (end - first)
+        return [packed[start : start + size] for start in range(0, len(packed), size)]
 
     def check_integrity(self, holders: Iterable[Sample]) -> None:
         """Raise AssertionError unless the pool agrees with the tables of ``holders``, who are all that have one."""
@@ -126,7 +127,8 @@ class Tables:
 
     def _name_blocks(self, sample: Sample, num_blocks: int) -> None:
         """Compute the chain hashes of a sample's first ``num_blocks`` blocks, all of known tokens."""
-        block_size, hashes = self._block_size, sample.hashes
-        for index in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else root_hash(sample.request.cache_namespace)
-            hashes.append(block_hash(parent, sample.token_ids[index * block_size : (index + 1) * block_size]))
+        hashes = sample.hashes
+        parent = hashes[-1] if hashes else root_hash(sample.request.cache_namespace)
+        for token_ids in self._packed(sample, len(hashes), num_blocks):
+            parent = packed_block_hash(parent, token_ids)
+            hashes.append(parent)

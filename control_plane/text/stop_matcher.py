@@ -48,6 +48,14 @@ class StopMatcher:
                 return Match(found, position + 1 - len(found), position + 1)
         return None
 
+    def skip(self, text: str) -> None:
+        """Go on behind a text, from whose beginning on no stop string occurs in what was read and in it."""
+        longest = max(map(len, self._stops), default=0)
+        if len(text) >= longest:
+            self._matched = [0] * len(self._stops)
+            text = text[len(text) - longest + 1 :]
+        self.push(text, may_match=False)
+
     @property
     def num_held(self) -> int:
         """How many characters at the end of the text may be the beginning of a stop string."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -32,7 +33,11 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         # id -> text of the tokens outside of the model's vocabulary proper, special ones and others
         self.added_tokens = {id_: token.content for id_, token in backend.get_added_tokens_decoder().items()}
-        self.max_token_chars = _max_token_chars(backend)  # of text that one token stands for; None: any number
+        parts = json.loads(backend.to_str())
+        self.max_token_chars = _max_token_chars(backend, parts)  # of text that one token stands for; None: any number
+        # Each token stands for bytes of its own, whatever is around it, but at the beginning of a text: then the text
+        # of a long row is that of its parts, wherever they meet between two characters.
+        self.is_concatenative = _is_concatenative(parts["decoder"])
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
@@ -100,9 +105,26 @@ class Tokenizer:
         return text
 
 
-def _max_token_chars(backend: tokenizers.Tokenizer) -> int | None:
+# Decoders, and parts of them, that treat each token alone, or only the very beginning of a text.
+_TOKEN_BY_TOKEN = frozenset({"ByteLevel", "Metaspace", "ByteFallback", "Fuse"})
+
+
+def _is_concatenative(decoder: dict[str, Any] | None) -> bool:
+    """Say whether a decoder, as tokenizer.json describes it, is known to work token by token."""
+    if decoder is None:
+        return False
+    kind = decoder["type"]
+    if kind == "Sequence":
+        return all(map(_is_concatenative, decoder["decoders"]))
+    if kind == "Replace":  # of the character that stands for a space, and never across tokens
+        return len(decoder["pattern"].get("String", "")) == 1
+    if kind == "Strip":
+        return not decoder["stop"]
+    return kind in _TOKEN_BY_TOKEN
+
+
+def _max_token_chars(backend: tokenizers.Tokenizer, parts: dict[str, Any]) -> int | None:
     """Return the most characters of text that one token stands for; None where an unknown token stands for any word."""
-    parts = json.loads(backend.to_str())
     model = parts["model"]
     has_unknown = model.get("unk_token") is not None or model.get("unk_id") is not None
     if has_unknown and not model.get("byte_fallback"):

@@ -35,6 +35,14 @@ def token_terms_sum(row_key: int, first_position: int, token_ids: npt.ArrayLike)
     return int(mix_array(c ^ mix_array(positions << _S32 | ids)).sum(dtype=np.uint64)) & MASK64
 
 
+def block_terms(c: int, kv_group: int, first_index: int, block_ids: npt.ArrayLike) -> list[int]:
+    """Return ``digest.block_term`` of blocks at consecutive places of one row's table."""
+    ids = np.asarray(block_ids).astype(np.uint64)
+    places = np.arange(first_index, first_index + len(ids), dtype=np.uint64) << _S32 | ids
+    terms: list[int] = mix_array(np.uint64(c) ^ mix_array(places | np.uint64(kv_group << 58))).tolist()
+    return terms
+
+
 def noise_bits_array(k0: int, k1: int, token_ids: UInt32Array) -> UInt32Array:
     """Return ``noise.noise_bits`` of one sampled position for every id of ``token_ids``."""
     return _fmix(_fmix(token_ids * np.uint32(GOLDEN32) + np.uint32(k0)) ^ np.uint32(k1))

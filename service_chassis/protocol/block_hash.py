@@ -47,4 +47,9 @@ def unpacked_ids(packed: bytes) -> array[int]:
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the 16-byte name of a block that holds ``token_ids`` after the blocks that ``parent`` names."""
-    return blake2b(parent + packed_ids(token_ids), digest_size=HASH_BYTES).digest()
+    return packed_block_hash(parent, packed_ids(token_ids))
+
+
+def packed_block_hash(parent: bytes, token_ids: bytes) -> bytes:
+    """Return the same of ids that ``packed_ids`` packed."""
+    return blake2b(parent + token_ids, digest_size=HASH_BYTES).digest()

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MASK64 = (1 << 64) - 1
+# From so many blocks at once on numpy is quicker: a long prompt, a row that is taken over.
+_MANY_BLOCKS = 16
 
 
 def mix(x: int) -> int:
@@ -98,8 +100,14 @@ class StateDigest:
     def put_blocks(self, req_index: int, kv_group: int, first_index: int, block_ids: Iterable[int]) -> None:
         """Put blocks at consecutive places of a row's table, from ``first_index`` on."""
         row = self._rows[req_index]
-        for index, block_id in enumerate(block_ids, first_index):
-            term = block_term(row.c, kv_group, index, block_id)
+        ids = list(block_ids)
+        if len(ids) < _MANY_BLOCKS:
+            terms = [block_term(row.c, kv_group, index, block_id) for index, block_id in enumerate(ids, first_index)]
+        else:
+            from service_chassis.protocol.arrays import block_terms  # which is written in terms of this module
+
+            terms = block_terms(row.c, kv_group, first_index, ids)
+        for index, term in enumerate(terms, first_index):
             self._digest += term - row.blocks.get((kv_group, index), 0)
             row.blocks[kv_group, index] = term
 

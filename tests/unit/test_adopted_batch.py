@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
+
 from control_plane.adopted_batch import BatchOfRequests, Continued, requests_of
 from control_plane.control_blob import draw_resume_right, write_blob
 from control_plane.deltas import row_payload
@@ -122,6 +124,13 @@ async def everything(live: LiveRequest, *cursors: Cursor) -> list[Any]:
     return [event async for event in stream]
 
 
+async def first(live: LiveRequest, count: int, *cursors: Cursor) -> list[Any]:
+    """Attach, and take what is there."""
+    stream = GenerationStream(live.generation, lambda: None)
+    live.attach(stream, cursors)
+    return [await anext(stream) for _ in range(count)]
+
+
 def test_running_request_is_what_it_was() -> None:
     original = generation(
         text=TextChoice(stop=("zebra",), include_stop_str_in_output=True),
@@ -163,6 +172,32 @@ def test_stop_string_that_the_dead_owner_had_not_seen_ends_the_sample_and_hides_
     assert (finished.reason, finished.matched_stop, finished.num_output_tokens) == (FinishReason.STOP, "STOP", 10)
     assert one.adopted.rows[0].end == SampleEnd(SchedulerReason.STOP, 10)
     assert one.live.is_over
+
+
+async def test_text_without_a_stop_rule_is_made_when_somebody_reads_it() -> None:
+    one = only(row(generation(), "über the".encode()))
+    assert told(one.live)[1] == ""  # nobody does yet, and it cannot end the sample
+    one.live.push(0, [*b" se"], None, None, NOW)
+    started, chunk = await first(one.live, 2, Cursor(index=0, num_tokens=2, num_text_bytes=2))
+    assert isinstance(started, Started)
+    assert (chunk.token_ids, chunk.text) == ([*b"ber the se"], "ber the se")
+    one.live.push(0, [*b"a", 0xC3], None, None, NOW)
+    assert told(one.live) == ([*"über the sea".encode(), 0xC3], "über the sea")
+    one.live.detach(NOW + 9)
+    one.live.push(0, [0xBC, *b"!"], None, None, NOW)
+    one.live.push(0, [*b"?"], FinishReason.LENGTH, None, NOW)
+    assert told(one.live) == ([*"über the seaü!?".encode()], "über the seaü!?")
+
+
+@pytest.mark.parametrize("skip_text", [False, True])
+async def test_unread_text_of_an_aborted_request_is_whole(skip_text: bool) -> None:
+    one = only(row(generation(text=TextChoice(skip_text=skip_text)), b"half"))
+    one.live.push(0, [*b" way"], None, None, NOW)
+    one.live.abort()
+    one.live.close(NOW)
+    assert told(one.live) == ([*b"half way"], "" if skip_text else "half way")
+    chunk = (await everything(one.live))[1]
+    assert (chunk.token_ids, chunk.text) == told(one.live)
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back_as_before() -> None:
@@ -233,7 +268,7 @@ def test_aborted_request_and_a_new_one_of_its_id_are_two() -> None:
     old, new = generation(), generation(seed=4)
     other = blob_of(new, 2)
     found = batch(stone(old, b"old", LeaveReason.ABORT), row(new, b"new", control_blob=other))
-    assert told(found.continued[0].live)[1] == "new"
+    assert told(found.continued[0].live)[0] == [*b"new"]
     assert told(found.remembered[0].tell())[1] == "old"
     assert found.last_arrival_number == 2
 

@@ -121,3 +121,13 @@ def test_bench_exits_1_when_a_request_gets_fewer_tokens_than_it_asked_for() -> N
         done = subprocess.run([*command, "--warmup", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert json.loads(done.stdout.splitlines()[-1])["runs"][0]["errors"] == ["asked for 128 tokens, got 1"]
+
+
+def test_adoption_bench_reports_every_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    from adoption import PHASES, main
+
+    small = ["--model", "scripted", "--rows", "3", "--input-len", "20", "--output-len", "90", "--runs", "1", "--cpu"]
+    for options in ([], ["--stop", "###"], ["--no-text"]):
+        result = main([*small, *options])
+        assert (result["rows"], result["input_len"], result["output_len"]) == (3, 20, 90)
+        assert set(result["milliseconds"]) == {*PHASES, "all"}

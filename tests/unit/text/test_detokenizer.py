@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from typing import Any
 
 import pytest
 import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from control_plane.generation import TextChoice
 from control_plane.text.tokenizer import Tokenizer
@@ -156,3 +159,80 @@ def test_special_tokens_are_separated_by_spaces_only_where_the_tokenizer_does_an
     assert text_of(skip_special_tokens=False) == shown
     assert text_of(skip_special_tokens=False, spaces_between_special_tokens=False) == "a <x><y> b <y><y> a"
     assert text_of(spaces_between_special_tokens=False) == text_of() == "a b a"
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Pieces with a mark for spaces, and bytes for what they cannot write, as Llama and Mistral have it."""
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdet.!", "▁the", "▁a", "te", "é"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("t", "e")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
+    return Tokenizer(backend)
+
+
+BULK = {"bytes": Tokenizer.for_scripted(), "byte fallback": byte_fallback_tokenizer()}
+CHARACTERS = ["a", "b", "te", " ", " the", "é", "東", "🦩", ".", "!"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("kind", BULK)
+def test_many_ids_at_once_give_what_they_give_one_by_one(kind: str, seed: int) -> None:
+    tokenizer, rng = BULK[kind], random.Random(seed)
+    text = "".join(rng.choices(CHARACTERS, k=400))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if seed % 4 == 1:  # not UTF-8 somewhere, or special tokens
+        for _ in range(3):
+            ids.insert(rng.randrange(len(ids)), rng.choice([0x80, 0xF0, 0xE6, tokenizer.vocab_size - 1]))
+    cut = rng.randrange(1, 30)
+    prompt, ids = ids[:cut], ids[cut : len(ids) - rng.randrange(4)]
+    where = rng.randrange(len(text) - 8)
+    stops = {0: (), 1: ("zzz", "te!x"), 2: (text[where : where + 7],), 3: ("the the", "\U0001f9a9é")}[seed % 4]
+    choice = TextChoice(stop=stops, include_stop_str_in_output=seed % 3 == 0, skip_special_tokens=seed % 5 > 0)
+    min_tokens = rng.choice([0, 0, 90])
+
+    def told(pushes: list[list[int]]) -> tuple[str, str | None, int]:
+        texts, matched, num_tokens = streamed(tokenizer, pushes, choice, prompt=prompt, min_tokens=min_tokens)
+        return "".join(texts), matched, num_tokens
+
+    expected = told([[one] for one in ids])
+    assert told([ids]) == expected
+    cuts = sorted({0, len(ids), *(rng.randrange(len(ids)) for _ in range(3))})
+    assert told([ids[begin:end] for begin, end in itertools.pairwise(cuts)]) == expected
+
+
+@pytest.mark.parametrize("stop", [(), ("never there",)])
+@pytest.mark.parametrize("kind", BULK)
+def test_many_ids_are_decoded_at_once(kind: str, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = BULK[kind]
+    ids = tokenizer.encode("the 🦩 ate é. " * 200, add_special_tokens=False)
+    num_steps = 0
+    step = Tokenizer.step
+
+    def counted(self: Tokenizer, stream: Any, token_id: int) -> str | None:
+        nonlocal num_steps
+        num_steps += 1
+        return step(self, stream, token_id)
+
+    monkeypatch.setattr(Tokenizer, "step", counted)
+    texts, _, num_tokens = streamed(tokenizer, [ids[8:]], TextChoice(stop=stop), prompt=ids[:8])
+    assert num_tokens == len(ids) - 8 > 1000
+    assert num_steps < 40
+    assert len("".join(texts)) > 2000
+
+
+@pytest.mark.parametrize("kind", BULK)
+def test_output_behind_a_prompt_cut_anywhere_is_the_rest_of_the_text(kind: str) -> None:
+    tokenizer = BULK[kind]
+    text = "é🦩🦩東🦩東🦩 the🦩"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for cut in range(1, len(ids)):
+        texts, _, _ = streamed(tokenizer, [[one] for one in ids[cut:]], prompt=ids[:cut])
+        # The first character whose end is not in the prompt is the output's, as a whole.
+        num_prompt_chars = sum(
+            len(tokenizer.encode(text[: n + 1], add_special_tokens=False)) <= cut for n in range(len(text))
+        )
+        assert "".join(texts) == text[num_prompt_chars:], cut

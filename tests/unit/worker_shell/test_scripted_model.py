@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from service_chassis.errors import InvalidParameter, NotBuilt
-from service_chassis.protocol.arrays import gumbel_array, mix_array, noise_bits_array, token_terms_sum
-from service_chassis.protocol.digest import MASK64, mix, row_factor, token_term
+from service_chassis.protocol.arrays import block_terms, gumbel_array, mix_array, noise_bits_array, token_terms_sum
+from service_chassis.protocol.digest import MASK64, StateDigest, block_term, mix, row_factor, token_term
 from service_chassis.protocol.noise import noise_bits, noise_key
 from service_chassis.scripted import ScriptedOptions, fail_at, parse_scripted, scripted_model
 from support.scripted_driver import BLOCK, PROMPT, Driver, generate, new_row, table
@@ -165,3 +165,25 @@ def test_arrays_agree_with_the_scalar_definitions() -> None:
     tokens = [3, 1, 4, 1, 5]
     expected = sum(token_term(row_factor(9), 2 + i, token) for i, token in enumerate(tokens)) & MASK64
     assert token_terms_sum(9, 2, tokens) == expected
+    blocks = [7, 0, 2**32 - 1, 8]
+    terms = [block_term(row_factor(9), 3, 5 + i, block) for i, block in enumerate(blocks)]
+    assert block_terms(row_factor(9), 3, 5, blocks) == terms
+
+
+def test_blocks_count_the_same_put_at_once_or_one_by_one() -> None:
+    at_once, one_by_one = StateDigest(), StateDigest()
+    for digest in (at_once, one_by_one):
+        digest.add(4, 2**63 + 1)
+        digest.put_blocks(4, 0, 2, [9, 9])  # which are replaced
+    blocks = [*range(100, 140)]
+    at_once.put_blocks(4, 0, 1, blocks)
+    for index, block in enumerate(blocks, 1):
+        one_by_one.put_blocks(4, 0, index, [block])
+    assert (
+        at_once.value
+        == one_by_one.value
+        == sum(block_term(row_factor(2**63 + 1), 0, i, b) for i, b in enumerate(blocks, 1)) & MASK64
+    )
+    for digest in (at_once, one_by_one):
+        digest.remove(4, 0)
+        assert digest.value == 0
