@@ -74,10 +74,11 @@ class Checker:
             return {"rule": error.rule, "where": error.where, "value": repr(error.value) if error.where else None}
         matcher = new_matcher(self._tokenizer, grammar)
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8) if not matcher.is_error() else None
-        if matcher.stop_reason() == "NoExtensionBias" or (mask is not None and not mask.any()):
+        error = matcher.get_error() if matcher.is_error() else ""
+        if error.startswith("NoExtension") or (mask is not None and not mask.any()):
             return {"rule": "cannot be met by any text"}
-        if matcher.is_error():
-            return {"rule": f"cannot be compiled: {_first_lines(matcher.get_error())}"}
+        if error:
+            return {"rule": f"cannot be compiled: {_first_lines(error)}"}
         return {"grammar": grammar, "num_bytes": max(0, _resident_bytes() - before)}
 
 

@@ -14,10 +14,11 @@ import pytest
 from control_plane.generation import Chunk, FinishReason, Generation, TextChoice
 from control_plane.generation_stream import GenerationStream
 from control_plane.group.loss import LossKind, LossReason
+from control_plane.structured_output.constraint import Constraint, ConstraintKind
 from service_chassis.errors import DuplicateRequest, GroupLost, GroupLostBeforeStart, TakenOver
 from service_chassis.ids import RequestId
 from service_chassis.scripted import fail_at
-from support.engine_harness import Collected, collect, generation, running_engine
+from support.engine_harness import END, Collected, collect, generation, running_engine
 from support.faults import model_with
 from support.fleet_harness import RunningFleet, running_fleet
 from support.remote_ranks import remote_ranks
@@ -40,6 +41,9 @@ def requests(**more: object) -> list[Generation]:
         if number == 5:
             kind["stop_token_ids"] = frozenset(range(0, 256, 9))
             kind["min_tokens"] = 20
+        if number in (2, 3):
+            kind["constraint"] = Constraint(ConstraintKind.REGEX, "([a-e]{3} ){2,}")
+            kind["eos_ids"] = frozenset({END})
         made.append(generation(f"r{number}", prompt, text=TextChoice(stop=("~~",)), **kind, **more))
     return made
 

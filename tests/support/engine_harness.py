@@ -40,17 +40,24 @@ def scripted(**options: Any) -> str:
 
 @asynccontextmanager
 async def running_engine(
-    model: str = "scripted", *, ids: RequestIds | None = None, **config: Any
+    model: str = "scripted",
+    *,
+    ids: RequestIds | None = None,
+    grammars: GrammarCompiler | None = None,
+    **config: Any,
 ) -> AsyncIterator[Engine]:
-    """Form a group, run an engine on it, and check the books when the block ends."""
+    """Form a group, run an engine on it, and check the books when the block ends.
+
+    ``grammars`` stay open, for several engines one after another; without them the engine has its own.
+    """
     # One thread: tests run side by side, and threads of one step that wait for each other crawl on shared cores.
     config = {"executor": "uni", "device": "cpu", "num_threads": 1, **config}
     resolved = resolve_auto(ControlPlaneConfig(model=model, **config), has_gpu=False, on_terminal=False)
     group = build_group(resolved, model, "")
     facts = await group.form()
     text = load_model_text(model)
-    grammars = GrammarCompiler(lambda: text)
-    engine = build_engine(resolved, group, facts, text.tokenizer, ids, grammars=grammars)
+    own = GrammarCompiler(lambda: text)
+    engine = build_engine(resolved, group, facts, text.tokenizer, ids, grammars=grammars or own)
     loop = asyncio.create_task(engine.run())
     try:
         yield engine
@@ -58,7 +65,7 @@ async def running_engine(
     finally:
         loop.cancel()
         await asyncio.gather(loop, return_exceptions=True)
-        await grammars.close()
+        await own.close()
         await group.teardown("the test is over")
     engine.check_integrity()
 

@@ -21,6 +21,7 @@ from control_plane.group.settings import GroupFacts
 from control_plane.group.takeover import Adopted
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.group_keeper import GroupKeeper, OnGroupLoss
+from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.model_text import load_model_text
 from support.faults import is_alive
 from support.waiting import until
@@ -66,6 +67,8 @@ class RunningFleet:
         self.groups: list[Kept] = []
         self.pids: set[int] = set()  # of all workers ever seen
         self.directories: set[Path] = set()
+        text = load_model_text("scripted")  # all that models of one vocabulary differ in is what happens to them
+        self.grammars = GrammarCompiler(lambda: text)
         for index, lives in enumerate(models):
             self._add(index, list(lives), policy, max_failures, config)
 
@@ -88,6 +91,7 @@ class RunningFleet:
                 self.fleet.ids,
                 adopted=adopted.snapshot,
                 survivors=survivors,
+                grammars=self.grammars,
             )
             kept.engines.append(engine)
             for rank in group.executor.ranks:
@@ -162,6 +166,7 @@ async def running_fleet(
             task.cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(kept.keeper.end("the test is over") for kept in running.groups))
+        await running.grammars.close()
     failures = [
         one for one in outcomes if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError)
     ]

@@ -33,3 +33,18 @@ def greedy_under(tokens: Sequence[int], ids: Iterable[int]) -> int:
     """Return the likeliest of some ids behind tokens."""
     scores = logits(list(tokens))
     return max(sorted(set(ids) & set(range(VOCAB))), key=lambda token_id: scores[token_id])
+
+
+def may_follow(options: Iterable[str], output: Sequence[int]) -> set[int]:
+    """Return the ids that may follow an output that is to become one of some texts, in the byte vocabulary."""
+    text = bytes(output)
+    following = [option.encode()[len(text) :] for option in options if option.encode().startswith(text)]
+    return {rest[0] if rest else 256 for rest in following}
+
+
+def greedy_choice(prompt: Sequence[int], options: Sequence[str]) -> list[int]:
+    """Return what the scripted model makes of a choice: the ids of one option, and the end of text."""
+    tokens = list(prompt)
+    while tokens[-1] != 256:
+        tokens.append(greedy_under(tokens, may_follow(options, tokens[len(prompt) :])))
+    return tokens[len(prompt) :]

@@ -20,6 +20,7 @@ from control_plane.generation_stream import GenerationStream
 from control_plane.group.settings import GroupSettings
 from control_plane.group.takeover import Adopted
 from control_plane.group.worker_group import WorkerGroup
+from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.model_text import load_model_text
 from maniple.v1 import worker_pb2
 from service_chassis.errors import ManipleError
@@ -54,6 +55,8 @@ class MortalExecutor(RemoteExecutor):
         self.point = point
         self.mute: set[Rank] = set()  # deltas to them get lost
         self.num_lost_deltas = 0
+        self.loses_masks = False
+        self.num_lost_masks = 0
         self.calls: list[str] = []
 
     async def call(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> Message:
@@ -80,6 +83,9 @@ class _MortalConnection:
         which = message.WhichOneof("message")
         if which == "delta" and self._rank in self._executor.mute:
             self._executor.num_lost_deltas += 1
+            return
+        if which == "sample_input" and self._executor.loses_masks:
+            self._executor.num_lost_masks += 1
             return
         await self._inner.write(message)
         if which in ("hello", "delta"):
@@ -116,6 +122,7 @@ class Owner:
         self._config = resolve_auto(config, has_gpu=False, on_terminal=False)
         self.adopted: Adopted | None = None
         self._engine: Engine | None = None
+        self._grammars: GrammarCompiler | None = None
         self._loop: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
 
@@ -136,9 +143,15 @@ class Owner:
 
     async def _start(self) -> None:
         self.adopted = await self.group.adopt()
-        tokenizer = load_model_text(MODEL).tokenizer  # a model of weights is asked for ids alone here
+        text = load_model_text(MODEL)  # a model of weights is asked for ids alone here
+        self._grammars = GrammarCompiler(lambda: text)
         self._engine = build_engine(
-            self._config, self.group, self.adopted.facts, tokenizer, adopted=self.adopted.snapshot
+            self._config,
+            self.group,
+            self.adopted.facts,
+            text.tokenizer,
+            adopted=self.adopted.snapshot,
+            grammars=self._grammars,
         )
         self._loop = asyncio.create_task(self._engine.run())
 
@@ -152,6 +165,8 @@ class Owner:
         if self.group._tenure is not None:
             await self.group._tenure.end()
         await self.executor.shutdown(grace_s=0)
+        if self._grammars is not None:
+            await self._grammars.close()
 
     async def resume(
         self, request_id: RequestId, token: bytes, identity: str, cursors: Sequence[Cursor]
@@ -174,6 +189,8 @@ class Owner:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
         self.engine.check_integrity()
+        if self._grammars is not None:
+            await self._grammars.close()
         await self.group.teardown("the test is over")
 
 
