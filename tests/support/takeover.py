@@ -66,7 +66,7 @@ class ControlPlane:
         return [at for at, one in self.announced if isinstance(one, kind) and (not stage or one.stage == stage)]
 
     async def heard(
-        self, kind: type[Announcement], stage: str = "", *, times: int = 1, timeout_s: float = 20.0
+        self, kind: type[Announcement], stage: str = "", *, times: int = 1, timeout_s: float = 60.0
     ) -> float:
         """Wait for the nth announcement of a kind; return when it came."""
         what = f"{kind.__name__} {stage} of {self.address}"
