@@ -114,7 +114,8 @@ async def measure_loss(
     began = since if since is not None else max(log.token_at for log in streams.logs)
     measured.seconds["last stream ended"] = ended_at - began
     measured.seconds["not ready"] = unready_at - began
-    measured.seconds["ranks gone after that"] = max(gone_at - min(ended_at, gone_at), 0.0) if gone_at < inf else inf
+    after = ended_at if ended_at < inf else began  # streams that never end: since the fault
+    measured.seconds["ranks gone after that"] = max(gone_at - after, 0.0)
     for log in streams.logs:
         measured.must(log.num_ends < 2, f"a stream ended {log.num_ends} times")
         right = not log.num_ends or re.search(words, log.error)
