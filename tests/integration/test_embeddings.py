@@ -102,6 +102,7 @@ def write_model(directory: Path, architecture: str, **sizes: Any) -> Path:
     return directory
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("architecture", "sizes", "config"),
     [
@@ -125,6 +126,7 @@ async def test_vectors_are_those_of_transformers(
         np.testing.assert_allclose(vectors[key], expected, rtol=0, atol=1e-4, err_msg=str(key))
 
 
+@pytest.mark.timeout(240)
 async def test_vectors_of_the_demo_model_are_those_of_transformers() -> None:
     prompts = prompts_of(3, range(1000, 40000))
     async with running_engine(str(demo_directory()), **SMALL, dtype="float32") as engine:
