@@ -211,3 +211,19 @@ def test_gateway_follows_the_prefix_cache_without_a_gap(gateway_ports: tuple[int
     assert counted["batches_total applied"] > 0
     wrong = ("gaps_total", "missed_batches_total", "parentless", "subscription_failures_total")
     assert not {name: count for name, count in counted.items() if name.startswith(wrong) and count}
+
+
+def test_gateway_passes_a_json_schema_on(gateway_port: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"bird": {"enum": ["🦩", "corvus"]}, "count": {"type": "integer", "maximum": 9, "minimum": 1}},
+        "required": ["bird", "count"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "bird", "schema": schema, "strict": True}}
+    choice = json.loads(chat(gateway_port, response_format=wanted))["choices"][0]
+    answer = json.loads(choice["message"]["content"])
+    assert answer.keys() == {"bird", "count"}
+    assert answer["bird"] in ("🦩", "corvus")
+    assert choice["finish_reason"] == "stop"

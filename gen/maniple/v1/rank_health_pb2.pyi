@@ -161,7 +161,7 @@ class RankReport(_message.Message):
     running_step: _builtins.int
     """The step on the device, 0 if none."""
     running_for_ms: _builtins.int
-    """Milliseconds it has run."""
+    """Milliseconds it has run, without those that it waited for its owner's sample input."""
     state_digest: _builtins.int
     """Digest of the batch state after `accepted`."""
     token_digest: _builtins.int

@@ -129,7 +129,7 @@ class SamplingParams(_message.Message):
     include_stop_str_in_output: _builtins.bool
     """Leave the matched stop string in the text."""
     ignore_eos: _builtins.bool
-    """Do not stop at the model's end-of-text ids."""
+    """Do not stop at the model's end-of-text ids; with `structured_output` only where the output may also go on."""
     seed: _builtins.int
     """Default: drawn at admission. The noise is a pure function of (seed, sample index, position, token id)."""
     n: _builtins.int
@@ -274,7 +274,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class StructuredOutput(_message.Message):
-    """A constraint on the output. Exactly one is set."""
+    """A constraint on the output. Exactly one is set, and has at most 131072 bytes. See docs/structured_output.md."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -287,7 +287,7 @@ class StructuredOutput(_message.Message):
         OPTIONS_FIELD_NUMBER: _builtins.int
         @_builtins.property
         def options(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-            """At least one, none empty."""
+            """At least one, none empty, at most 10000."""
 
         def __init__(
             self,
@@ -309,11 +309,11 @@ class StructuredOutput(_message.Message):
     json_schema: _builtins.str
     """A JSON schema as JSON text."""
     json_object: _builtins.bool
-    """Any JSON object."""
+    """Any JSON object. True, if it is set."""
     regex: _builtins.str
-    """A regular expression."""
+    """A regular expression in Rust's words; the output matches it as a whole."""
     grammar: _builtins.str
-    """A Lark or EBNF grammar."""
+    """A grammar in Lark's words, or, where it has `::=`, in GBNF."""
     structural_tag: _builtins.str
     """A structural tag as JSON text."""
     @_builtins.property
