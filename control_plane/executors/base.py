@@ -85,12 +85,12 @@ class Executor(abc.ABC):
             TimeoutError: no answer within ``timeout_s``.
         """
 
+    @abc.abstractmethod
     def stream(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> AsyncIterator[Message]:
         """Call a method of WorkerService that answers in parts, on one rank; ``timeout_s`` is for all of them.
 
         Raises, on reading: as ``call``.
         """
-        raise NotImplementedError
 
     @overload
     def collective_rpc(

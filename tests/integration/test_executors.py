@@ -17,12 +17,13 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from google.protobuf.message import Message
 
 from control_plane.executors.base import Executor, RankCallError, RankExit
 from control_plane.executors.multiproc import MultiprocExecutor
 from control_plane.group.worker_group import WorkerGroup
 from maniple.v1 import worker_pb2
-from service_chassis.errors import Fenced, InvalidParameter, PermissionDenied
+from service_chassis.errors import Fenced, InvalidParameter, PermissionDenied, WrongState
 from service_chassis.ids import Rank
 from support.executors import KINDS, MP, OF_SEVERAL_RANKS, RAY, REMOTE, UNI, formed, pids_of, ranks_behind
 from support.faults import SETTINGS, WORKER, LiveGroup, is_alive
@@ -63,6 +64,31 @@ async def test_executor_reaches_the_rank_and_brings_its_refusals_back(executor: 
     assert refused.value.field == "rank"
     with pytest.raises(ValueError, match="Steps is not a unary call"):
         await executor.call(R0, "Steps", DESCRIBE, timeout_s=5.0)
+
+
+@EVERY_KIND
+async def test_answers_in_parts_and_their_refusals_come_from_every_executor(kind: str, executor: Executor) -> None:
+    await executor.start(timeout_s=20.0)
+
+    async def parts(method: str, request: Message) -> list[Message]:
+        return [part async for part in executor.stream(R0, method, request, timeout_s=5.0)]
+
+    assert await parts("GetModelFiles", worker_pb2.GetModelFilesRequest(names=["config.json"])) == []  # none is loaded
+    with pytest.raises(InvalidParameter, match="must be a file name"):
+        await parts("GetModelFiles", worker_pb2.GetModelFilesRequest(names=["../config.json"]))
+    join = worker_pb2.JoinRequest(epoch=1, owner_id="me", protocol_version=1, world_size=1)
+    await executor.call(R0, "Join", join, timeout_s=5.0)
+    if kind == RAY:  # its ranks are reached over the network, even on one host
+        with pytest.raises(WrongState, match="neither a Unix socket nor the loopback nor TLS"):
+            await parts("Snapshot", worker_pb2.SnapshotRequest(epoch=1))
+    else:
+        with pytest.raises(Fenced):
+            await parts("Snapshot", worker_pb2.SnapshotRequest(epoch=9))
+        (header,) = await parts("Snapshot", worker_pb2.SnapshotRequest(epoch=1))
+        assert isinstance(header, worker_pb2.SnapshotResponse)
+        assert header.WhichOneof("part") == "header"
+    with pytest.raises(ValueError, match="Describe"):
+        await parts("Describe", DESCRIBE)
 
 
 @EVERY_KIND

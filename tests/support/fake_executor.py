@@ -190,6 +190,9 @@ class FakeExecutor(Executor):
             fake.epoch, fake.owner_id = request.epoch, request.owner_id
         return self._reply(fake, method)
 
+    def stream(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> AsyncIterator[Message]:
+        raise AssertionError(f"fake ranks have no {method}")
+
     def _reply(self, fake: FakeRank, method: str) -> Message:
         model = worker_pb2.ModelDescription(
             source="fake", architecture="Fake", vocab_size=260, max_position=4096, num_kv_groups=1, block_bytes=1024
