@@ -104,3 +104,17 @@ async def test_owner_after_the_next_one_finds_rows_void_still(tmp_path: Path) ->
             await second.die()
             third = await Owner(ranks.addresses).start()
             await go_on(third, readers)
+
+
+async def test_stream_that_breaks_in_place_of_a_mask_brings_it_again(tmp_path: Path) -> None:
+    with remote_ranks(1, directory=tmp_path) as ranks:
+        async with asyncio.timeout(90):
+            owner = await Owner(ranks.addresses).start()
+            readers = await begin(owner)
+            owner.executor.num_breaks_left = 5
+            await until(lambda: not owner.executor.num_breaks_left, "five broken streams")
+            for reader in readers:
+                await reader.whole()
+            assert owner.group.ranks()[0].connected
+            await owner.assert_works()
+            await owner.leave()

@@ -57,6 +57,7 @@ class MortalExecutor(RemoteExecutor):
         self.num_lost_deltas = 0
         self.loses_masks = False
         self.num_lost_masks = 0
+        self.num_breaks_left = 0  # of streams, each in place of a mask
         self.calls: list[str] = []
 
     async def call(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> Message:
@@ -84,6 +85,10 @@ class _MortalConnection:
         if which == "delta" and self._rank in self._executor.mute:
             self._executor.num_lost_deltas += 1
             return
+        if which == "sample_input" and self._executor.num_breaks_left:
+            self._executor.num_breaks_left -= 1
+            await self._inner.close()
+            raise ConnectionError("broken on purpose")
         if which == "sample_input" and self._executor.loses_masks:
             self._executor.num_lost_masks += 1
             return
