@@ -123,6 +123,17 @@ def test_bench_exits_1_when_a_request_gets_fewer_tokens_than_it_asked_for() -> N
     assert json.loads(done.stdout.splitlines()[-1])["runs"][0]["errors"] == ["asked for 128 tokens, got 1"]
 
 
+def test_masks_bench_reports_what_rows_cost_and_their_mates_notice(capsys: pytest.CaptureFixture[str]) -> None:
+    from masks import main
+
+    small = ["--rows", "1,3", "--constrained", "0,2", "--step-ms", "0", "--tokens", "5"]
+    main(["--model", "scripted", "--executor", "uni", *small])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["us_per_row"].keys() == {"1", "3"}
+    assert figures["steps_per_s"].keys() == {"0", "2"}
+    assert figures["compile_ms"]["again"] < figures["compile_ms"]["first"]
+
+
 def test_adoption_bench_reports_every_phase(capsys: pytest.CaptureFixture[str]) -> None:
     from adoption import PHASES, main
 
