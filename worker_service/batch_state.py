@@ -131,6 +131,11 @@ class BatchState:
             state_digest=delta.state_digest,
         )
 
+    def row_key(self, req_index: int) -> int | None:
+        """Return what tells a row from others that had its place; None: there is none."""
+        row = self._rows.get(req_index)
+        return row.row_key if row is not None else None
+
     def note_void(self, req_index: int, row_key: int, num_known_tokens: int) -> None:
         """A completed step gave a row no token, so that it knows no more than this. It may have left meanwhile."""
         row = self._rows.get(req_index)

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from google.protobuf.message import DecodeError
 
 from maniple.v1.delta_log_pb2 import DeltaLogEntry
-from maniple.v1.scheduler_delta_pb2 import StepResult
+from maniple.v1.scheduler_delta_pb2 import SchedulerDelta, StepResult
 from service_chassis.errors import DeltaRefused, OutOfOrder
 from service_chassis.protocol.arrays import token_terms_sum
 from service_chassis.protocol.delta_recording import NotARecording, read_records
@@ -119,6 +119,7 @@ class _Group:
         self.assumes_empty = formation.first_step > 1
         self._state = BatchState(_limits(formation), accepted=formation.first_step - 1)
         self._tokens: _KnownTokens | None = _KnownTokens()
+        self._masked: set[int] = set()  # keys of rows that sampled under a mask
 
     def go_on(self, formation: Formation) -> bool:
         """Whether the batch goes on under another owner; if so, begin that tenure."""
@@ -153,7 +154,14 @@ class _Group:
                     f"step {step}: the token digest was {value:#018x}, the tokens answered give {digest:#018x}"
                 )
 
-    def _apply(self, delta: bytes) -> None:
+    def _apply(self, raw: bytes) -> None:
+        try:
+            delta = SchedulerDelta.FromString(raw)
+        except DecodeError:
+            self.tenure.difference = f"step {self._state.accepted + 1}: {len(raw)} bytes are no SchedulerDelta"
+            return
+        if self._tokens is None:
+            self._take_its_word(delta)
         try:
             work = self._state.apply(delta)
         except (DeltaRefused, OutOfOrder) as error:
@@ -162,8 +170,19 @@ class _Group:
                 self.tenure.difference += " (the batch that this owner took over is not in this log)"
             return
         self.tenure.last_step = work.step
+        self._masked.update(key for row in work.awaits_mask if (key := self._state.row_key(row)) is not None)
         if self._tokens is not None:
             self._tokens.expect(work)
+
+    def _take_its_word(self, delta: SchedulerDelta) -> None:
+        """Believe a later owner how many tokens rows know whose masks may have died with an earlier one.
+
+        That they sampled nothing is said by ranks, and in no log.
+        """
+        for change in delta.changes:
+            key = self._state.row_key(change.req_index)
+            if key in self._masked and change.HasField("num_prefill_tokens"):
+                self._state.note_void(change.req_index, key, change.num_prefill_tokens)
 
 
 def _limits(formation: Formation) -> BatchLimits:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from maniple.v1.delta_log_pb2 import DeltaLogEntry
 from maniple.v1.scheduler_delta_pb2 import BlockIds, SchedulerDelta
+from maniple.v1.worker_pb2 import GroupLimits
 from service_chassis.protocol.delta_recording import FIRST_LINE, framed
 from support.scripted_reference import greedy, seeded
+from support.worker_process import DeltaMaker
 from worker_service.batch_rows import BatchLimits
 from worker_service.batch_state import BatchState
 from worker_service.replay import DIFFERS, OK, USAGE, main, read_entries, replay
@@ -166,6 +169,32 @@ def test_log_of_several_owners_and_groups_is_read_as_a_whole(entries: list[Delta
         other.append(copy)
     mixed = [entry for pair in zip(entries, other, strict=True) for entry in pair]
     assert [(tenure.group, tenure.difference) for tenure in replay(mixed)] == [("0", ""), ("1", "")]
+
+
+def test_rows_whose_masks_died_come_back_with_what_a_later_owner_says() -> None:
+    maker = DeltaMaker()
+    limits = GroupLimits(
+        max_num_seqs=5, max_num_batched_tokens=64, max_model_len=200, block_size=4, num_blocks=99, max_steps_in_flight=2
+    )
+
+    def formed(first_step: int) -> DeltaLogEntry:
+        formation = DeltaLogEntry.Formation(
+            formation_id="f", first_step=first_step, limits=limits, vocab_size=260, num_kv_groups=1, world_size=1
+        )
+        return DeltaLogEntry(group="0", formation=formation)
+
+    def sent(**what: Any) -> DeltaLogEntry:
+        return DeltaLogEntry(group="0", delta=maker.make(**what))
+
+    log = [formed(1), sent(new={0: [1, 2, 3], 1: [4]}, awaits_mask=[0]), sent(awaits_mask=[0]), sent(awaits_mask=[0])]
+    # Of the three steps under masks only the first was given one.
+    resumed = sent(resumed={0: 4}, awaits_mask=[0])
+    assert [one.difference for one in replay([*log, formed(4), resumed, sent()])] == ["", ""]
+    # Within one tenure nobody may know less than before, and what no mask was for never.
+    assert "must be the 6 tokens it knows" in difference([*log, resumed])
+    maker = DeltaMaker()
+    log = [formed(1), sent(new={0: [1, 2, 3]}), sent(), formed(3), sent(resumed={0: 4})]
+    assert "must be the 5 tokens it knows" in replay(log)[1].difference
 
 
 def test_command_says_what_a_file_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
