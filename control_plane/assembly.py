@@ -51,6 +51,8 @@ def build_group(
 def build_executor(config: ControlPlaneConfig, *, group: int = 0, worker_tls: ClientTls | None = None) -> Executor:
     """Return what starts or finds the ranks of one group; ``group`` counts the groups of worker addresses."""
     local = config.executor in (UNI, MP)
+    # Ranks in Ray listen on a network, and a takeover brings no more over it than the steps before did.
+    in_plaintext = config.executor == RAY and config.allow_plaintext_workers
     settings = WorkerSettings(
         device=config.device,
         first_device=group * config.tensor_parallel_size if local else 0,
@@ -59,7 +61,8 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0, worker_tls: Cl
         report_interval_s=config.report_interval_s,
         idle_report_interval_s=config.idle_report_interval_s,
         allow_insecure_serialization=config.allow_insecure_serialization,
-        allow_plaintext_listen=config.executor == RAY and config.allow_plaintext_workers,
+        allow_plaintext_listen=in_plaintext,
+        allow_plaintext_snapshot=in_plaintext,
         log_level=config.log_level,
         log_format=config.log_format,
     )

@@ -21,6 +21,7 @@ class WorkerSettings:
     max_step_message_bytes: int = 64 << 20
     allow_insecure_serialization: bool = False
     allow_plaintext_listen: bool = False
+    allow_plaintext_snapshot: bool = False
     log_level: str = "info"
     log_format: str = "auto"
 
@@ -44,6 +45,7 @@ class WorkerSettings:
             "allow-insecure-serialization": self.allow_insecure_serialization,
             # Only where it is said: else the worker's environment may.
             **({"allow-plaintext-listen": True} if self.allow_plaintext_listen else {}),
+            **({"allow-plaintext-snapshot": True} if self.allow_plaintext_snapshot else {}),
             "log-level": self.log_level,
             "log-format": self.log_format,
             **{name.replace("_", "-"): value for name, value in more.items()},

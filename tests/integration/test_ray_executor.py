@@ -15,6 +15,7 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from control_plane.assembly import build_executor
 from control_plane.config import load_config, resolve_auto
 from control_plane.executors.base import RankExit
 from control_plane.executors.ray import RayExecutor
@@ -23,6 +24,7 @@ from control_plane.group.loss import GroupNotFormed
 from maniple.v1 import worker_pb2
 from service_chassis.ids import Rank
 from support.faults import SETTINGS, WORKER, LiveGroup, is_alive
+from support.one_row import scripted_tokens
 from support.ray_cluster import CLUSTER_CPUS
 from support.waiting import until
 
@@ -119,6 +121,25 @@ async def test_next_control_plane_finds_the_ranks_by_name(
     successor.executor.let_go = lambda: None  # type: ignore[method-assign]
     await successor.group.teardown("done")
     await until(lambda: not is_alive(pid), "the end of the rank")
+
+
+async def test_next_control_plane_takes_over_what_runs_where_plaintext_to_workers_is_allowed() -> None:
+    flags = {"model": "scripted", "executor": "ray", "served_model_name": "taken-over", "device": "cpu"}
+    config = load_config({**flags, "allow_plaintext_workers": "on"}, {})
+    owner = LiveGroup(build_executor(config), SETTINGS)
+    await owner.form()
+    await owner.run_steps(3)
+    assert await owner.group.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_HANDOVER)
+    await owner.group.teardown("handed over")
+    successor = LiveGroup(build_executor(config), SETTINGS)
+    try:
+        adopted = await successor.group.adopt()  # reads the batch over the network on which ranks are reached
+        assert adopted.snapshot is not None
+        [row] = adopted.snapshot.rows
+        assert list(row.token_ids) == [*owner.row.prompt, *scripted_tokens(owner.row.prompt, 3)]
+    finally:
+        successor.executor.let_go = lambda: None  # type: ignore[method-assign]
+        await successor.group.teardown("done")
 
 
 async def test_place_of_a_rank_that_nobody_asks_for_is_given_back(
