@@ -367,7 +367,7 @@ class ControlPlaneConfig:
     reached by IP."""
 
     allow_plaintext_workers: bool = setting(False, topic=SECURITY, read=read_switch)
-    """Send prompts to workers over a network in plaintext, and let ranks in Ray answer so, snapshots for a takeover too.
+    """Send prompts to workers over a network in plaintext, and let ranks in Ray answer so, with snapshots too.
     Only on a network that encrypts and admits nobody else."""
 
     log_level: str = setting("info", topic=LOGGING, read=read_text, rule=one_of("debug", "info", "warning", "error"))
