@@ -20,10 +20,13 @@ DOMAIN = "maniple.dev"
 MAX_MESSAGE_BYTES = 2048
 # grpc's soft limit for all metadata is 8 KiB, and proxies are stricter: 4 KiB, less what they and grpc add themselves.
 MAX_TRAILER_BYTES = 4096 - 384
+# Names of fields may be a client's too: the keys of a JSON object, the names of tensors.
+_MAX_FIELD_BYTES = 128
+_SHORTEST_MESSAGE_BYTES = 128
 
 
 def clip(text: str, max_bytes: int = MAX_MESSAGE_BYTES) -> str:
-    """Shorten ``text`` to ``max_bytes`` of UTF-8, with an ellipsis where something was cut."""
+    """Shorten ``text`` to ``max_bytes`` of UTF-8, at least 3, with an ellipsis where something was cut."""
     raw = text.encode("utf-8", "replace")
     return raw.decode() if len(raw) <= max_bytes else raw[: max_bytes - 3].decode("utf-8", "ignore") + "…"
 
@@ -80,9 +83,16 @@ def trailer_bytes(status: status_pb2.Status) -> int:
 
 
 def _fitting(status: status_pb2.Status) -> status_pb2.Status:
-    """Shorten the message until the trailers have room for the status. What programs read stays whole."""
-    while trailer_bytes(status) > MAX_TRAILER_BYTES:
-        status.message = clip(status.message, len(status.message.encode()) * 3 // 4)
+    """Shorten the message until the trailers have room for the status, then leave out details, the reason as the last.
+
+    Ends whatever comes: this runs on the event loop, and some of what is in an error was said by a client.
+    """
+    while (size := len(status.message.encode())) > _SHORTEST_MESSAGE_BYTES and trailer_bytes(
+        status
+    ) > MAX_TRAILER_BYTES:
+        status.message = clip(status.message, max(size * 3 // 4, _SHORTEST_MESSAGE_BYTES))
+    while status.details and trailer_bytes(status) > MAX_TRAILER_BYTES:
+        del status.details[-1]
     return status
 
 
@@ -105,9 +115,9 @@ class InvalidParameter(ManipleError):
 
     def __init__(self, field: str, value: object, rule: str) -> None:
         """Name the field, the value as the client gave it, and the rule as a phrase: "must be at least 1"."""
-        self.field = field
+        self.field = clip(field, _MAX_FIELD_BYTES)
         self.rule = rule
-        super().__init__(f"{field}={clip(repr(value), 120)}: {rule}")
+        super().__init__(f"{self.field}={clip(repr(value), 120)}: {rule}")
 
     def _more_details(self) -> list[any_pb2.Any]:
         violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=clip(self.message, 512))
