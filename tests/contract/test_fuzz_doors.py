@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -131,14 +132,19 @@ class Served:
     async def is_well(self) -> None:
         """One request gets its known tokens, and nothing else is left running."""
         assert self.process.process.poll() is None, f"it ended with {self.process.process.poll()}"
-        async with Caller(self.process) as caller, asyncio.timeout(30):
-            while True:
-                (group,) = (await caller.status()).groups
-                if group.num_running == group.num_waiting == 0:
-                    break
-                await asyncio.sleep(0.01)
-            stream = await caller.generate("", PROMPT, 3).end()
-            assert stream.token_ids == greedy(PROMPT, 3), stream.error
+        try:
+            async with Caller(self.process) as caller, asyncio.timeout(30):
+                while True:
+                    (group,) = (await caller.status()).groups
+                    if group.num_running == group.num_waiting == 0:
+                        break
+                    await asyncio.sleep(0.01)
+                stream = await caller.generate("", PROMPT, 3).end()
+                assert stream.token_ids == greedy(PROMPT, 3), stream.error
+        except TimeoutError:
+            self.process.signal(signal.SIGABRT)  # it says where each of its threads is
+            self.process.exit_code()
+            raise AssertionError(f"it does not answer: {self.path.read_text()[-6000:]}") from None
         said = self.path.read_text()
         assert "Traceback" not in said, said[-3000:]
 
@@ -161,7 +167,8 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
     one = Served(tmp_path / "log")
     yield one
     one.close()
@@ -268,8 +275,17 @@ class Ranks:
         """It runs and answers, or was told to go and did. One that cannot serve any more is replaced."""
         code = self.worker.process.returncode
         if code is None:
-            async with asyncio.timeout(20):
+            try:
                 described = await self.worker.describe()
+            except grpc.aio.AioRpcError as error:
+                if self.worker.process.returncode is None:
+                    self.worker.process.send_signal(signal.SIGABRT)  # it says where each of its threads is
+                code = await self.worker.exit_code(within_s=10)
+                await asyncio.sleep(0.1)
+                where = "".join(line["event"] for line in self.worker.log if "event" in line)
+                assert code == 0, f"it does not answer ({error.code().name}), {code}: {where[-6000:]}"
+                await self.renew()
+                return
             if described.epoch == 1 and described.stage == worker_pb2.WORKER_STAGE_READY:
                 return
         else:
@@ -283,7 +299,8 @@ class Ranks:
 
 
 @pytest.mark.timeout(0)
-async def test_worker_survives_whatever_comes(tmp_path: Path) -> None:
+async def test_worker_survives_whatever_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
     seed, seconds = seed_and_seconds()
     ranks = Ranks(tmp_path)
     try:

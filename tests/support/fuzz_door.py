@@ -205,8 +205,9 @@ async def fuzz(
                 await after(case)
         try:
             await check()
-        except AssertionError as error:
-            raise AssertionError(_story(door, seed, batch, f"afterwards the server is not well: {error}")) from error
+        except Exception as error:
+            why = f"{type(error).__name__} {error}"
+            raise AssertionError(_story(door, seed, batch, f"afterwards the server is not well: {why}")) from error
         if broken := [case for case in batch if case.outcome.startswith("BROKEN")]:
             raise AssertionError(_story(door, seed, broken, "a call broke the rules"))
     print(f" {fuzzed.num_cases} cases, {dict(fuzzed.outcomes.most_common())}", flush=True)

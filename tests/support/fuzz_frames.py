@@ -111,7 +111,8 @@ async def break_frames(
         count += _AT_ONCE
         try:
             await check()
-        except AssertionError as error:
-            raise AssertionError(f"frames {numbers} of MANIPLE_FUZZ_SEED={seed}: {error}") from error
+        except Exception as error:
+            why = f"{type(error).__name__} {error}"
+            raise AssertionError(f"frames {numbers} of MANIPLE_FUZZ_SEED={seed}: {why}") from error
     print(f"\nbroken frames: {count} connections, MANIPLE_FUZZ_SEED={seed}")
     return count
