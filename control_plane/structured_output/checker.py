@@ -4,13 +4,15 @@ A grammar comes from a client, and a few hundred bytes can be worth hours, gigab
 is compiled here first, under limits that the kernel enforces: seconds of processor time, bytes of memory, a small
 stack. What survives is compiled again where it is served.
 
-Speaks frames over stdin and stdout: a length of four bytes, then JSON. Ends when its stdin does.
+Speaks frames over stdin and stdout: a length of four bytes, then JSON. Ends when its stdin does, whatever it is doing.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
+import select
 import struct
 import sys
 import threading
@@ -74,11 +76,11 @@ class Checker:
             return {"rule": error.rule, "where": error.where, "value": repr(error.value) if error.where else None}
         matcher = new_matcher(self._tokenizer, grammar)
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8) if not matcher.is_error() else None
-        error = matcher.get_error() if matcher.is_error() else ""
-        if error.startswith("NoExtension") or (mask is not None and not mask.any()):
+        fault = matcher.get_error() if matcher.is_error() else ""
+        if fault.startswith("NoExtension") or (mask is not None and not mask.any()):
             return {"rule": "cannot be met by any text"}
-        if error:
-            return {"rule": f"cannot be compiled: {_first_lines(error)}"}
+        if fault:
+            return {"rule": f"cannot be compiled: {_first_lines(fault)}"}
         return {"grammar": grammar, "num_bytes": max(0, _resident_bytes() - before)}
 
 
@@ -129,9 +131,12 @@ def main() -> None:
     """Run the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve)
-    thread.start()
-    thread.join()
+    threading.Thread(target=_serve, daemon=True).start()
+    # The library lets others run while it compiles. A pipe is hung up when whoever writes to it is gone.
+    parent = select.poll()
+    parent.register(sys.stdin, select.POLLHUP)
+    parent.poll()
+    os._exit(0)
 
 
 if __name__ == "__main__":

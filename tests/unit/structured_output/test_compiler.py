@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from control_plane.structured_output import checker, checker_process, compiler
 from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.structured_output.constraint import Constraint, ConstraintKind
+from control_plane.structured_output.vocabulary import vocabulary_of
 from control_plane.text.model_text import load_model_text
 from service_chassis.errors import InvalidParameter, QueueFull
 
@@ -36,6 +39,9 @@ def schema(value: object) -> Constraint:
 
 def _proc(pid: int | None, name: str = "") -> Path:
     return Path("/proc", str(pid), name)
+
+
+SLOW = schema({"type": "object", "patternProperties": {f"^(a|b){{{i}}}c.*": {} for i in range(1, 300)}})
 
 
 async def refused(grammars: GrammarCompiler, constraint: Constraint) -> InvalidParameter:
@@ -74,14 +80,19 @@ async def test_bombs_are_refused_and_the_next_one_works(
     rules = "\n".join(f'r{i}: r{i + 1} r{i + 1} | "{i}"' for i in range(6000))
     bombs = {
         # A stack of rules that no recursion survives; intersections that fill the memory.
-        "nested too deeply": Constraint(ConstraintKind.GRAMMAR, f'start: r0\n{rules}\nr6000: "z"'),
-        "memory": schema({"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(60)]}),
-        "too large": schema({"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(4)]} for i in range(12)]}),
+        ("nested too deeply",): Constraint(ConstraintKind.GRAMMAR, f'start: r0\n{rules}\nr6000: "z"'),
+        ("memory", "takes more than"): schema(
+            {"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(60)]}
+        ),
+        ("too large",): schema(
+            {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(4)]} for i in range(12)]}
+        ),
     }
     pids = set()
-    for sign, bomb in bombs.items():
+    for signs, bomb in bombs.items():
         await grammars.compile(regex("a|b"))
-        assert sign in (await refused(grammars, bomb)).message
+        message = (await refused(grammars, bomb)).message
+        assert any(sign in message for sign in signs), message
         pids.add(grammars.checker_pid)
     assert (await grammars.compile(regex("after"))).constraint == regex("after")
     assert len(pids - {None}) == 1  # the others took their process along
@@ -93,8 +104,7 @@ async def test_checker_that_does_not_answer_is_ended(
     await grammars.compile(regex("a"))
     pid = grammars.checker_pid
     monkeypatch.setattr(checker_process, "ANSWER_TIMEOUT_S", 0.2)
-    slow = schema({"type": "object", "patternProperties": {f"^(a|b){{{i}}}c.*": {} for i in range(1, 300)}})
-    assert "takes more than 0.2 s" in (await refused(grammars, slow)).message
+    assert "takes more than 0.2 s" in (await refused(grammars, SLOW)).message
     monkeypatch.undo()
     await grammars.compile(regex("b"))
     assert grammars.checker_pid not in (None, pid)
@@ -145,3 +155,22 @@ async def test_close_ends_the_process(grammars: GrammarCompiler) -> None:
     pid = grammars.checker_pid
     await grammars.close()
     assert not _proc(pid).exists()
+
+
+def test_checker_ends_with_its_parent_also_in_the_middle_of_a_bomb() -> None:
+    command = [sys.executable, "-m", "control_plane.structured_output.checker"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdout:
+        process.stdin.write(
+            checker.frame(vocabulary_of(TEXT).to_dict()) + checker.frame(checker.as_message(regex("a")))
+        )
+        process.stdin.flush()
+        assert checker.read_frame(process.stdout) is not None
+        process.stdin.write(checker.frame(checker.as_message(SLOW)))
+        process.stdin.flush()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        process.stdin.close()
+        assert process.wait(3) == 0
