@@ -285,9 +285,13 @@ class Engine:
         Raises:
             PermissionDenied: the token is not this request's, or another caller's.
             InvalidParameter, ResumeLost: see ``LiveRequest.attach``.
+            NotReady: it was handed over, and is only read to from here.
         """
         live = self._live.get(request_id)
         assert live is not None, "whoever resumes has asked whether it is here"
+        if self._has_failed:
+            # A spare that is about to have the group may still name us as its owner, also to ourselves.
+            raise NotReady(f"not accepting requests: {self.not_ready_reason}")
         stream = resumed_stream(live, token, identity, cursors)
         stream.belong_to(lambda: self._cancel(stream))
         return stream

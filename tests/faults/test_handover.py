@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import signal
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,25 @@ import grpc
 import pytest
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
+from control_plane.control_blob import ResumeRight
 from control_plane.executors.rpc_errors import error_of_call
+from control_plane.fleet import Fleet
+from control_plane.generation import Cursor, Event
+from control_plane.handover import HandoverSettings, NextOwner
 from service_chassis.errors import TakenOver
+from service_chassis.ids import RequestId
+from support.engine_harness import collect, generation
+from support.owners import Owner
+from support.remote_ranks import remote_ranks
 from support.scripted_reference import greedy, seeded
-from support.takeover import LEASE_S, Reading, Ready, StageProgress, all_free, prompt_of, site
+from support.takeover import Reading, Ready, StageProgress, all_free, prompt_of, site
 from support.waiting import until
 
 
 async def test_handover_moves_running_requests_without_waiting_for_the_lease(tmp_path: Path) -> None:
     async with site(tmp_path) as here:
-        owner, spare = await here.owner_and_spare("--handover")
+        lease_s = 15.0  # longer than a busy machine takes without waiting for it
+        owner, spare = await here.owner_and_spare("--handover", "--lease-s", str(lease_s))
         async with here.client() as client, asyncio.timeout(60):
             readings = [
                 Reading(client, "greedy", prompt_of(1), 120),
@@ -33,7 +43,7 @@ async def test_handover_moves_running_requests_without_waiting_for_the_lease(tmp
             asked_at = owner.signal(signal.SIGTERM)
             ready_at = await spare.heard(Ready)
             print(f"ready {ready_at - asked_at:.3f} s after SIGTERM")
-            assert ready_at - asked_at < LEASE_S
+            assert ready_at - asked_at < lease_s
             for reading in readings:
                 await reading.whole()
             gaps = [max(b - a for a, b in zip(one.token_at, one.token_at[1:], strict=False)) for one in readings]
@@ -153,6 +163,39 @@ async def test_abort_and_a_lost_client_reach_the_request_where_it_is_now(tmp_pat
         dropped.task.cancel()
         assert await owner.exit_code() == 0  # nobody is left to read to
         await all_free(spare)
+
+
+async def test_old_owner_that_is_sent_to_itself_looks_further_and_its_client_notices_nothing(tmp_path: Path) -> None:
+    with remote_ranks(1, directory=tmp_path) as ranks:
+        async with asyncio.timeout(60):
+            first = await Owner(ranks.addresses).start()
+            fleet = Fleet()
+            fleet.take(first.engine)
+            reading = asyncio.create_task(collect(await fleet.generate(generation("r", prompt_of(1), max_tokens=80))))
+            following = asyncio.create_task(Owner(ranks.addresses).start())
+            said = ["first", "second"]  # a spare says until it has the group that the old owner has it
+            asked: list[str] = []
+
+            async def ask() -> str:
+                return said.pop(0) if len(said) > 1 else said[0]
+
+            async def resume_at(
+                address: str, request_id: RequestId, right: ResumeRight, cursors: Sequence[Cursor]
+            ) -> AsyncGenerator[Event, None]:
+                asked.append(address)
+                at = fleet if address == "first" else await following
+                async for event in await at.resume(request_id, right.token, "", cursors):
+                    yield event
+
+            settings = HandoverSettings(step_timeout_s=5, resume_grace_s=20, drain_timeout_s=20)
+            await until(lambda: first.engine.status().step > 5, "some tokens")
+            assert await first.engine.leave_to_next(NextOwner(ask, resume_at, settings))
+            got = await reading
+            assert got.token_ids[0] == greedy(prompt_of(1), 80)
+            assert got.done is not None
+            assert asked == ["first", "second"]
+            await first.leave()
+            await (await following).leave()
 
 
 async def test_requests_end_taken_over_when_no_owner_follows(tmp_path: Path) -> None:
