@@ -60,8 +60,9 @@ Announce = Callable[[Announcement], None]
 
 SERVICES = (inference.SERVICE, vllm_engine.SERVICE, admin.SERVICE, health.SERVICE)
 RELAYED_SERVICES = (inference.SERVICE, vllm_engine.SERVICE, kserve_extra.SERVICE)
-# How long calls may take to end by themselves once nothing can come any more.
-_FAREWELL_S = 1.0
+# How long calls may take to end by themselves once nothing can come any more: their last words are on the way. Usually
+# milliseconds; but what is cut off then is CANCELLED, and its client does not know where to go.
+_FAREWELL_S = 3.0
 
 
 async def serve(config: ControlPlaneConfig, *, announce: Announce) -> int:
@@ -121,6 +122,7 @@ class ControlPlane:
         self._elsewhere = elsewhere
         self._started_at = time.monotonic()
         self._fleet = fleet
+        self._health: health.HealthDoor | None = None
         self._allowance = Allowance(config.max_groups)
         self._keepers: list[GroupKeeper] = []
         self._keeping: list[asyncio.Task[LossReason]] = []  # one of each keeper
@@ -179,6 +181,8 @@ class ControlPlane:
         await asyncio.gather(*(keeper.end("the control plane shuts down") for keeper in self._keepers))
         if self._grammars is not None:
             await self._grammars.close()
+        if self._health is not None:
+            self._health.end()
         await self._listeners.stop(_FAREWELL_S)
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
@@ -207,7 +211,7 @@ class ControlPlane:
         )
         admin_door = admin.AdminDoor(fleet, served, version=release, drain=fleet.drain, uptime_s=self._uptime_s)
         more = kserve_extra.open_door(doors, fleet, served, version=release, new_seed=new_seed)
-        told = health.HealthDoor(fleet, (*SERVICES, *more))
+        told = self._health = health.HealthDoor(fleet, (*SERVICES, *more))
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_door, doors)  # says where it is, if it is elsewhere
         health_pb2_grpc.add_HealthServicer_to_server(told, doors)
         add_reflection(doors, (*SERVICES, *more))

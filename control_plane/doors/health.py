@@ -32,6 +32,7 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyp
         self._services = frozenset(services)
         self._repeat_s = repeat_s
         self._watchers: set[asyncio.Event] = set()
+        self._is_over = False
         fleet.on_readiness(lambda ready: self._wake())
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> HealthCheckResponse:
@@ -57,6 +58,8 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyp
                 if status != told:
                     yield HealthCheckResponse(status=status)
                     told = status
+                if self._is_over:
+                    return
                 try:
                     async with asyncio.timeout(self._repeat_s):
                         await changed.wait()
@@ -64,6 +67,11 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyp
                     told = None
         finally:
             self._watchers.discard(changed)
+
+    def end(self) -> None:
+        """End all watches: nothing changes any more, and the server would wait for them."""
+        self._is_over = True
+        self._wake()
 
     def _status(self, service: str) -> HealthCheckResponse.ServingStatus:
         if service and service not in self._services:

@@ -56,6 +56,7 @@ def going_on(request: inference_pb2.ResumeRequest, context: object) -> Iterator[
 BREAKS = {
     "killed": (grpc.StatusCode.UNAVAILABLE, "", {}),
     "killed-behind-a-proxy": (grpc.StatusCode.INTERNAL, "", {}),
+    "stopped": (grpc.StatusCode.CANCELLED, "", {}),
     "taken-over": (grpc.StatusCode.ABORTED, "TAKEN_OVER", {}),
 }
 
@@ -116,6 +117,20 @@ def test_request_that_may_have_run_is_never_sent_twice() -> None:
         with Client([first.address, second.address]) as client, pytest.raises(maniple_client.TransportLost):
             client.generate(prompt="x").text()
         assert second.requests == []
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+async def test_request_that_a_stopping_server_dropped_is_sent_to_the_next(is_async: bool) -> None:
+    with running() as first, running() as second:
+        first.generate = broken_after(0, grpc.StatusCode.CANCELLED)
+        addresses = [first.address, second.address]
+        if is_async:
+            async with AsyncClient(addresses) as client:
+                assert await client.generate(prompt="x").text() == "The sky is blue."
+        else:
+            with Client(addresses) as client:
+                assert client.generate(prompt="x").text() == "The sky is blue."
+        assert len(second.requests) == 1
 
 
 def test_dead_address_is_passed_over_because_nothing_was_sent() -> None:
@@ -213,7 +228,8 @@ def test_stream_that_cannot_be_resumed_ends_at_once_and_nothing_is_sent_again(ki
             stream = client.generate(prompt="x")
             with pytest.raises(maniple_client.ManipleError) as caught:
                 list(stream)
-        assert type(caught.value) is (maniple_client.Aborted if reason else maniple_client.TransportLost)
+        told = {grpc.StatusCode.ABORTED: maniple_client.Aborted, grpc.StatusCode.CANCELLED: maniple_client.Cancelled}
+        assert type(caught.value) is told.get(code, maniple_client.TransportLost)
         assert len(stream.transcript.samples[0].token_ids) == 2
         assert second.requests == []
         assert len(first.requests) == 1

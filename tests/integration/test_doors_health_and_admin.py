@@ -67,6 +67,19 @@ async def test_watcher_hears_of_changes_at_once_and_of_no_change_again_and_again
         watch.cancel()
 
 
+async def test_watch_of_a_server_that_stops_ends_in_order_with_the_last_status() -> None:
+    async with open_doors() as doors, asyncio.timeout(10):
+        watch = doors.health.Watch(named(INFERENCE))
+        assert (await watch.read()).status == SERVING
+        doors.engine.set_ready(False, "shutting down")
+        doors.health_door.end()
+        last = SERVING
+        while (message := await watch.read()) is not grpc.aio.EOF:
+            last = message.status
+        assert last == NOT_SERVING
+        assert await watch.code() is grpc.StatusCode.OK
+
+
 async def test_readiness_is_that_of_the_engine_in_the_seat() -> None:
     async with open_doors() as doors, asyncio.timeout(10):
         watch = doors.health.Watch(named(INFERENCE))

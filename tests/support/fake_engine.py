@@ -190,8 +190,11 @@ class FakeEngine:
 class Doors:
     """All doors on one loopback port, before a fake engine."""
 
-    def __init__(self, engine: FakeEngine, fleet: Fleet, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(
+        self, engine: FakeEngine, fleet: Fleet, channel: grpc.aio.Channel, address: str, health_door: HealthDoor
+    ) -> None:
         self.engine = engine
+        self.health_door = health_door
         self.fleet = fleet
         self.channel = channel
         self.address = address
@@ -216,7 +219,8 @@ async def open_doors(
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceDoor(fleet, served), server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineDoor(fleet, served, version="0"), server)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(OpenInferenceDoor(fleet, served, version="0"), server)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthDoor(fleet, [INFERENCE, VLLM_ENGINE], repeat_s=0.2), server)
+    health_door = HealthDoor(fleet, [INFERENCE, VLLM_ENGINE], repeat_s=0.2)
+    health_pb2_grpc.add_HealthServicer_to_server(health_door, server)
     drained: list[float | None] = []
 
     async def drain(deadline_s: float | None) -> int:
@@ -230,7 +234,7 @@ async def open_doors(
     await server.start()
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
-        doors = Doors(engine, fleet, channel, address)
+        doors = Doors(engine, fleet, channel, address, health_door)
         doors.drained = drained
         try:
             yield doors

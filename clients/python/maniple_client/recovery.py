@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maniple_client.errors import Aborted, ManipleError, TransportLost, Unavailable
+from maniple_client.errors import Aborted, Cancelled, ManipleError, TransportLost, Unavailable
 
 # A control plane that takes over needs about a second after the lease of the dead one lapsed (3 s); a spare answers at
 # once where to go. Adopted requests wait 30 s for their clients.
@@ -75,11 +75,21 @@ class Recovery:
     def _may_resume(error: ManipleError) -> bool:
         if isinstance(error, Aborted):
             return error.reason == "TAKEN_OVER"
-        return isinstance(error, TransportLost | Unavailable)
+        return isinstance(error, TransportLost | Unavailable) or _was_dropped(error)
 
     def _may_send_again(self, error: ManipleError) -> bool:
         if "owner_address" in error.metadata:
             return error.may_retry
         if self._num_addresses == 1:
             return False
-        return isinstance(error, Unavailable) or (isinstance(error, TransportLost) and _NEVER_SENT in error.message)
+        if isinstance(error, TransportLost):
+            return _NEVER_SENT in error.message
+        return isinstance(error, Unavailable) or _was_dropped(error)
+
+
+def _was_dropped(error: ManipleError) -> bool:
+    """Whether the other side gave up on the call: a server that stops does so with calls that it never looked at.
+
+    What may have begun of it ended with the call, so that sending it again does not run it a second time beside it.
+    """
+    return isinstance(error, Cancelled) and not error.reason
