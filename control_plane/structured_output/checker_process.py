@@ -26,6 +26,7 @@ log = get_logger()
 
 # Its processor time is bounded by the kernel; this is for a machine that gives it none.
 ANSWER_TIMEOUT_S = 60.0
+_DYING_S = 10.0
 
 _CAUSES = {
     signal.SIGXCPU: f"takes more than {CPU_S} s to compile",
@@ -67,7 +68,7 @@ class CheckerProcess:
                 process = self._process or await self._start()
                 return await _exchange(process, as_message(constraint))
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await self._end()
+            code = await self._end(is_dying=True)
             log.warning("grammar_check.died", constraint=repr(constraint), exit_code=code)
             try:
                 rule = _CAUSES[signal.Signals(-code)]
@@ -97,11 +98,16 @@ class CheckerProcess:
         await process.stdin.drain()
         return process
 
-    async def _end(self) -> int:
+    async def _end(self, *, is_dying: bool = False) -> int:
         """Kill the process, if there is one; return what it ended with."""
         process, self._process = self._process, None
         if process is None:
             return 0
+        if is_dying:
+            # It closed its pipe, so it is about to end by itself. Signalling it now would take its exit status from
+            # whoever waits for it.
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(process.wait(), _DYING_S)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         return await process.wait()
