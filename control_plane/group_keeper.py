@@ -91,6 +91,7 @@ class GroupKeeper:
         self._lost = asyncio.Event()
         self._survivors: BatchSnapshot | None = None  # of a batch that could not be taken over
         self._preparing: asyncio.Task[None] | None = None  # while another control plane holds the group
+        self._out_of_reach_since: float | None = None  # a rank that waits for an owner, or has another one
 
     async def start(self) -> GroupFacts:
         """Form the group, or take it over, and seat its engine.
@@ -100,6 +101,7 @@ class GroupKeeper:
         """
         self._loss = None
         self._lost.clear()
+        self._out_of_reach_since = None
         adopted = await self._get_group()
         assert self._group is not None
         facts = adopted.facts
@@ -152,12 +154,24 @@ class GroupKeeper:
                 return await group.adopt(self._report_stage, on_held=self._on_held)
             except GroupNotFormed as error:
                 self._survivors = error.survivors or self._survivors
-                if error.loss.kind is not LossKind.FENCED and not error.were_dismissed:
+                if (
+                    error.loss.kind is not LossKind.FENCED
+                    and not error.were_dismissed
+                    and not (error.began_nothing and self._has_patience(group.settings.startup_timeout_s))
+                ):
                     raise
                 log.warning("group.not_adopted", group=self.name, reason=error.loss.reason)
                 await asyncio.sleep(_READOPT_S)
 
+    def _has_patience(self, timeout_s: float) -> bool:
+        """Wait for a rank that its owner, or whoever runs it, brings back: a spare does not go with it."""
+        now = self._clock()
+        if self._out_of_reach_since is None:
+            self._out_of_reach_since = now
+        return now - self._out_of_reach_since < timeout_s
+
     def _on_held(self, reason: str, owner_address: str) -> None:
+        self._out_of_reach_since = None
         self._fleet.hold(reason, self.name, owner_address)
         self._progress("wait", Rank(0), 0.0, reason)
         if (

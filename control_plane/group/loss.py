@@ -36,3 +36,4 @@ class GroupNotFormed(Exception):
         self.loss = loss
         self.survivors = survivors
         self.were_dismissed = False  # the ranks were told to leave, and whoever runs them starts them anew
+        self.began_nothing = False  # a rank that others own or run went out of reach before it was ours

@@ -146,7 +146,10 @@ class WorkerGroup:
                 return await take_over(executor, settings, grant, self._continue_tenure, self._enter)
         except RankCallError as error:
             reason = f"rank {error.rank} failed at {self._stage}: {error.method}: {error.cause}"
-            raise GroupNotFormed(LossReason(error.rank, reason)) from error
+            not_formed = GroupNotFormed(LossReason(error.rank, reason))
+            is_out_of_reach = isinstance(error.error, ConnectionError | TimeoutError)
+            not_formed.began_nothing = self._stage == "join" and is_out_of_reach
+            raise not_formed from error
         if has_batch(grant):
             loss = loss_of(grant)
             not_formed = GroupNotFormed(loss, await dissolve(executor, grant, loss.reason))
