@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,19 +21,30 @@ def report_tensors(scores: Tensor, tokens: Int32Array, num_likeliest: int, norma
     """
     own_ids = torch.from_numpy(tokens).to(scores.device, torch.int64)[:, None]
     own = scores.gather(1, own_ids)
-    ranks = 1 + (scores > own).sum(dim=1)
+    ranks = 1 + (scores > own).sum(dim=1, dtype=torch.int32)
     equal = scores == own
-    for place in (equal.sum(dim=1) > 1).nonzero().flatten().tolist():
+    for place in (equal.sum(dim=1, dtype=torch.int32) > 1).nonzero().flatten().tolist():
         ranks[place] += equal[place, : int(tokens[place])].sum()
     ids = own_ids.cpu()
     if num_likeliest:
-        least = scores.topk(num_likeliest, dim=1, sorted=True).values[:, -1:]
-        places, candidates = (scores >= least).nonzero(as_tuple=True)
-        found = first_of_each(
-            places.cpu().numpy(), candidates.cpu().numpy(), scores[places, candidates].cpu().numpy(), num_likeliest
-        )
-        ids = torch.cat([ids, torch.from_numpy(found)], dim=1)
+        ids = torch.cat([ids, _likeliest(scores, num_likeliest)], dim=1)
+    reported = scores.log_softmax(dim=1) if normalize else scores
     # A masked row with nothing left has no distribution: all of it is as impossible as before.
-    reported = scores.log_softmax(dim=1).nan_to_num(nan=-torch.inf, neginf=-torch.inf) if normalize else scores
-    values = reported.gather(1, ids.to(scores.device)).cpu()
-    return ScoreReport(ids.to(torch.int32).numpy(), values.numpy(), ranks.to(torch.int32).cpu().numpy())
+    values = reported.gather(1, ids.to(scores.device)).nan_to_num(nan=-torch.inf, neginf=-torch.inf).cpu()
+    return ScoreReport(ids.to(torch.int32).numpy(), values.numpy(), ranks.cpu().numpy())
+
+
+def _likeliest(scores: Tensor, count: int) -> Tensor:
+    """Return [num_rows, count] ids on the host, the likeliest first, of equals the lower."""
+    top = scores.topk(min(count + 1, scores.shape[1]), dim=1)  # which of equals it returns is not said
+    values, found = top.values.cpu().numpy(), top.indices.cpu().numpy()
+    places = np.repeat(np.arange(len(scores)), count)
+    order = np.lexsort((found[:, :count].ravel(), -values[:, :count].ravel(), places))
+    ids = found[:, :count].ravel()[order].reshape(-1, count)
+    for place in np.flatnonzero(values[:, count - 1] == values[:, -1]) if values.shape[1] > count else ():
+        # What comes next equals the last: the lowest ids of all that equal it are wanted.
+        row = scores[place]
+        candidates = (row >= float(values[place, count - 1])).nonzero().flatten()
+        alone = np.zeros(len(candidates), np.int64)
+        ids[place] = first_of_each(alone, candidates.cpu().numpy(), row[candidates].cpu().numpy(), count)[0]
+    return torch.from_numpy(ids)
