@@ -96,6 +96,7 @@ class Continued:
             skip_reading_prefix_cache=before.skip_reading_prefix_cache,
             payload=before.payload,
             payload_bytes=before.payload_bytes,
+            result_entries=before.result_entries,
             masked=before.masked,
             outputs=tuple(
                 None if sample.reason is not None else tuple(sample.token_ids) for sample in self.live.samples
@@ -308,6 +309,7 @@ def _scheduled(
         payload=payload,
         payload_bytes=payload.num_bytes,
         masked=facts.constraint is not None,
+        result_entries=generation.prompt_entries,
         outputs=outputs,
     )
 

@@ -233,6 +233,7 @@ class Engine:
             cache_namespace=generation.cache_namespace,
             skip_reading_prefix_cache=not generation.reads_prefix_cache,
             pools=generation.pooling is not None,
+            result_entries=generation.prompt_entries,
             masked=grammar is not None,
         )
         if (refusal := self._scheduler.refusal(request)) is not None:

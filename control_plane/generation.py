@@ -104,6 +104,12 @@ class Generation:
     pooling: PoolingChoice | None = None  # set: its only output is a vector, nothing is sampled
 
     @property
+    def prompt_entries(self) -> int:
+        """Log-probabilities that each token of its prompt comes with."""
+        asked = self.sampling.num_prompt_logprobs
+        return 0 if asked is None else asked + 1
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """Whether it may use what others computed. Nobody can say any more what that said of a prompt's tokens."""
         return not self.skip_reading_prefix_cache and self.sampling.num_prompt_logprobs is None

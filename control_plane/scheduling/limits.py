@@ -21,6 +21,8 @@ class SchedulerLimits:
     """Requests that were in no delta yet."""
     max_new_row_bytes: int = 16 << 20
     """What the rows that enter in one step may add to its delta, which must fit into a message. One always may."""
+    max_result_entries: int = 1 << 17
+    """What prefills may add to the result of one step, some nine bytes each, all of which must fit into its message."""
     max_vectors: int = 64
     """Vectors that one step may complete, all of which must fit into the message with its result."""
 
@@ -28,4 +30,4 @@ class SchedulerLimits:
         assert self.max_num_batched_tokens >= self.max_num_seqs >= 1
         assert self.max_model_len >= 2
         assert self.num_blocks >= 2
-        assert min(self.block_size, self.max_steps_in_flight, self.max_vectors) >= 1
+        assert min(self.block_size, self.max_steps_in_flight, self.max_vectors, self.max_result_entries) >= 1

@@ -77,6 +77,7 @@ class Request:
         "prompt_done",
         "prompt_token_ids",
         "request_id",
+        "result_entries",
         "samples",
         "skip_reading_prefix_cache",
         "started",
@@ -100,6 +101,7 @@ class Request:
         payload: object = None,
         payload_bytes: int = 0,
         pools: bool = False,
+        result_entries: int = 0,
         masked: bool = False,
         outputs: tuple[tuple[int, ...] | None, ...] = (),
     ) -> None:
@@ -121,6 +123,7 @@ class Request:
             payload_bytes: what it adds to the delta of each row.
             pools: it ends with a vector, once its prompt is computed, and samples nothing; it has one sample.
             masked: what it may sample is said anew for each token, when the step is on its way.
+            result_entries: what each token of a prefill adds to the result of its step (prompt log-probabilities).
             outputs: of a request that goes on from elsewhere, for each sample its output so far, or None if it ended.
                 Empty: a request that begins.
         """
@@ -142,6 +145,7 @@ class Request:
         self.payload = payload
         self.payload_bytes = payload_bytes
         self.pools = pools
+        self.result_entries = result_entries
         self.masked = masked
         self.outputs = outputs
         self.order: Order = (priority, arrival, 0, 0)  # made unique by Scheduler.add
@@ -193,6 +197,7 @@ class Request:
             payload=self.payload,
             payload_bytes=self.payload_bytes,
             pools=self.pools,
+            result_entries=self.result_entries,
             masked=self.masked,
             outputs=outputs if self.started or self.outputs else (),
         )

@@ -58,6 +58,7 @@ class _Draft:
     now: float
     preempted: bool = False  # some sample lost its blocks in this step
     new_row_bytes: int = 0
+    result_entries: int = 0
     block_copies: list[BlockCopy] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     changes: dict[ReqIndex, RowChange] = field(default_factory=dict)
@@ -451,7 +452,7 @@ class Scheduler:
 
     def _continue_prefill(self, draft: _Draft, sample: Sample, budget: int) -> int:
         """Give a half-done prefill its next chunk; return the tokens it takes."""
-        num_tokens = min(sample.num_prefill_tokens - sample.offset, budget)
+        num_tokens = self._fitting(draft, sample, min(sample.num_prefill_tokens - sample.offset, budget))
         if num_tokens and not sample.request.paused and self._has_room_for_vector(draft, sample):
             self._compute(draft, sample, num_tokens)
             draft.changes[sample.req_index] = RowChange(sample.req_index, num_tokens)
@@ -472,7 +473,7 @@ class Scheduler:
             num_bytes = _new_row_bytes(sample)
             if draft.new_rows and draft.new_row_bytes + num_bytes > self.limits.max_new_row_bytes:
                 break  # the next step's delta has room
-            if not self._has_room_for_vector(draft, sample):
+            if not self._has_room_for_vector(draft, sample) or not self._fitting(draft, sample, 1):
                 break
             place = self._find_place(sample, draft)
             if place is None:
@@ -484,6 +485,13 @@ class Scheduler:
     def _has_room_for_vector(self, draft: _Draft, sample: Sample) -> bool:
         """Say whether this step's result has room for what ``sample`` may add to it."""
         return not sample.request.pools or len(draft.pooled) < self.limits.max_vectors
+
+    def _fitting(self, draft: _Draft, sample: Sample, num_tokens: int) -> int:
+        """Return how many of these tokens of a prefill this step's result has room for."""
+        entries = sample.request.result_entries
+        if not entries:
+            return num_tokens
+        return min(num_tokens, (self.limits.max_result_entries - draft.result_entries) // entries)
 
     def _find_place(self, sample: Sample, draft: _Draft) -> Place | None:
         """Take the blocks for the whole prefill of ``sample``; None if there are too few.
@@ -511,7 +519,7 @@ class Scheduler:
 
     def _let_in(self, draft: _Draft, sample: Sample, place: Place, budget: int) -> int:
         """Put a sample into the batch at ``place``; return the tokens it takes of this step."""
-        num_tokens = min(sample.num_prefill_tokens - place.num_computed_tokens, budget)
+        num_tokens = self._fitting(draft, sample, min(sample.num_prefill_tokens - place.num_computed_tokens, budget))
         is_new = sample.state is SampleState.WAITING
         self._room.remove(sample)
         if is_new:
@@ -564,6 +572,7 @@ class Scheduler:
         """Count a chunk of a prefill as computed by this step; after the last one the sample decodes, or has pooled."""
         sample.offset += num_tokens
         draft.chunks.append((sample.req_index, sample))
+        draft.result_entries += num_tokens * sample.request.result_entries
         self._tables.note_computed(sample, sample.offset, draft.step)
         if sample.offset < sample.num_prefill_tokens:
             return

@@ -308,6 +308,20 @@ def test_rows_enter_in_later_steps_when_their_delta_would_grow_too_large():
     assert entering == [["a", "b"], ["c"], ["d", "e"], []]
 
 
+def test_prompts_are_computed_in_parts_whose_results_fit_into_messages():
+    bench = Bench(max_result_entries=20, max_num_batched_tokens=16, max_steps_in_flight=9)
+    requests = [
+        bench.add(make_request("a", prompt(12), 3, result_entries=3)),
+        bench.add(make_request("b", prompt(7, 2), 3, result_entries=10)),
+        bench.add(make_request("c", prompt(5, 3), 3)),
+    ]
+    chunks = [tokens_of(bench.send()) for _ in range(5)]
+    # Six tokens of three, or two of ten, fill a message; who waits for room holds up those behind it, as for blocks.
+    assert chunks == [{0: 6}, {0: 6}, {1: 2, 2: 5}, {1: 2}, {1: 2}]
+    bench.run()
+    bench.check_outputs(requests)
+
+
 # --- prefix cache
 
 
