@@ -92,10 +92,12 @@ async def serve(config: ControlPlaneConfig, *, announce: Announce) -> int:
     control_plane = ControlPlane(config, security, listeners, fleet, announce, Elsewhere(channels))
     with StopSignals() as signals:
         try:
-            return await control_plane.run(signals)
+            code = await control_plane.run(signals)
         finally:
             await control_plane.end()
             await channels.close()
+        signals.exit_code = code
+    return code
 
 
 class _Interrupted(Exception):
