@@ -230,6 +230,10 @@ class GroupKeeper:
 
     async def end(self, reason: str) -> None:
         """End the group and everything of it, in whatever state it is. ``run`` must not be under way any more."""
+        if self._engine is not None and self._group is not None and not self._engine.is_idle:
+            # Nobody waited for them, since another group could not be formed: workers that live on have them still.
+            kind = LossKind.FENCED if self._group.executor.outlives_owner else LossKind.LOST
+            self._engine.fail(LossReason(None, reason, kind))
         await self._end_life(reason)
 
     def _next_delay_s(self, loss: LossReason) -> float | None:

@@ -7,13 +7,16 @@ be the owner refuse it instead of handing it to and fro.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
 import grpc
 
 from service_chassis.auth import RELAYED_CALLER_KEY, RELAYED_KEY, current_caller
 from service_chassis.channels import Connection
+from service_chassis.errors import Cancelled
 from service_chassis.telemetry import get_logger
 from service_chassis.tls import ClientTls
 from service_chassis.watched_files import WatchedFiles
@@ -86,12 +89,56 @@ class Relay(grpc.aio.ServerInterceptor):
         channels: OwnerChannels,
         *,
         answered_here: Collection[str] = (),
+        endless: Collection[str] = (),
     ) -> None:
-        """Pass the methods of ``services`` on, but for those that are ``answered_here`` whatever happens."""
+        """Pass the methods of ``services`` on, but for those that are ``answered_here`` whatever happens.
+
+        Nobody waits for the end of those that are ``endless``, nor for that of a stream of requests.
+        """
         self._fleet = fleet
         self._services = frozenset(services)
         self._answered_here = frozenset(answered_here)
+        self._endless = frozenset(endless)
         self._channels = channels
+        self._open: set[Any] = set()  # calls to owners
+        self._cut: set[Any] = set()  # those of them that we ended
+        self._awaited: set[Any] = set()  # those of them that come to an end
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for the calls that are being passed on; after ``timeout_s`` end them, also at the owner."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            self.end_all()
+
+    def end_all(self) -> None:
+        """End every call that is being passed on, with a status that says why."""
+        for call in list(self._open):
+            self._cut.add(call)
+            call.cancel()
+
+    @contextmanager
+    def _passing(self, call: Any, *, ends: bool) -> Iterator[None]:
+        """Know of a call to an owner while the block lasts, and end it then."""
+        self._open.add(call)
+        if ends:
+            self._awaited.add(call)
+            self._is_idle.clear()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if call in self._cut:
+                raise Cancelled("the control plane that passed the call on to the owner of the group ends") from None
+            raise
+        finally:
+            call.cancel()
+            for calls in (self._open, self._cut, self._awaited):
+                calls.discard(call)
+            if not self._awaited:
+                self._is_idle.set()
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -113,38 +160,35 @@ class Relay(grpc.aio.ServerInterceptor):
         async def relay_unary(request: bytes, context: Context) -> bytes:
             ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
             call = ask(request, metadata=_metadata(context, channels), timeout=context.time_remaining())
-            try:
-                return await call
-            except grpc.aio.AioRpcError as error:
-                await _end_as(error, context)
-            finally:
-                call.cancel()
+            with self._passing(call, ends=True):
+                try:
+                    return await call
+                except grpc.aio.AioRpcError as error:
+                    await _end_as(error, context)
 
         async def relay_stream(request: bytes, context: Context) -> AsyncGenerator[bytes, None]:
             ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method)
             call = ask(request, metadata=_metadata(context, channels), timeout=context.time_remaining())
-            try:
-                # It says that the request is in a delta, from when on no proxy may send it again.
-                await call.initial_metadata()
-                if not call.done():
-                    await context.send_initial_metadata(())
-                async for message in call:
-                    yield message
-            except grpc.aio.AioRpcError as error:
-                await _end_as(error, context)
-            finally:
-                call.cancel()
+            with self._passing(call, ends=method not in self._endless):
+                try:
+                    # It says that the request is in a delta, from when on no proxy may send it again.
+                    await call.initial_metadata()
+                    if not call.done():
+                        await context.send_initial_metadata(())
+                    async for message in call:
+                        yield message
+                except grpc.aio.AioRpcError as error:
+                    await _end_as(error, context)
 
         async def relay_both(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes, None]:
             ask: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
             call = ask(requests, metadata=_metadata(context, channels), timeout=context.time_remaining())
-            try:
-                async for message in call:
-                    yield message
-            except grpc.aio.AioRpcError as error:
-                await _end_as(error, context)
-            finally:
-                call.cancel()
+            with self._passing(call, ends=False):
+                try:
+                    async for message in call:
+                        yield message
+                except grpc.aio.AioRpcError as error:
+                    await _end_as(error, context)
 
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(relay_both)  # no service has the fourth kind

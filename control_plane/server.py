@@ -86,10 +86,15 @@ async def serve(config: ControlPlaneConfig, *, announce: Announce) -> int:
     )
     if config.openai_port:
         check_free(f"{config.listen.rpartition(':')[0]}:{config.openai_port}", "openai_port")
-    listeners = Listeners(
-        config, security, [Relay(fleet, RELAYED_SERVICES, channels, answered_here=kserve_extra.ANSWERED_HERE)]
+    relay = Relay(
+        fleet,
+        RELAYED_SERVICES,
+        channels,
+        answered_here=kserve_extra.ANSWERED_HERE,
+        endless=(f"/{vllm_engine.SERVICE}/SubscribeKvEvents",),
     )
-    control_plane = ControlPlane(config, security, listeners, fleet, announce, Elsewhere(channels))
+    listeners = Listeners(config, security, [relay])
+    control_plane = ControlPlane(config, security, listeners, fleet, announce, Elsewhere(channels), relay)
     with StopSignals() as signals:
         try:
             code = await control_plane.run(signals)
@@ -115,6 +120,7 @@ class ControlPlane:
         fleet: Fleet,
         announce: Announce,
         elsewhere: Elsewhere,
+        relay: Relay,
     ) -> None:
         self._config = config
         self._worker_tls = security.worker_tls
@@ -122,6 +128,7 @@ class ControlPlane:
         self._address = listeners.address
         self._announce = announce
         self._elsewhere = elsewhere
+        self._relay = relay
         self._started_at = time.monotonic()
         self._fleet = fleet
         self._health: health.HealthDoor | None = None
@@ -151,7 +158,7 @@ class ControlPlane:
             await _unless_stopped(self._start_keeping(place, served), signals)
         except _Interrupted:
             self._stopping.set()
-            if self._fleet.ready:  # some group served already
+            if self._fleet.is_serving:  # by a group that came up already, or through the owner of one
                 await self._drain_for(signals)
                 return exit_codes.OK
             return exit_codes.INTERRUPTED if signals.first is signal.SIGINT else exit_codes.OK
@@ -363,11 +370,13 @@ class ControlPlane:
             ending.cancel()
             await asyncio.gather(ending, return_exceptions=True)
             self._fleet.abort_all()
+            self._relay.end_all()
         else:
             ending.result()
 
     async def _drain(self) -> None:
-        await self._fleet.drain(self._config.drain_timeout_s)
+        timeout_s = self._config.drain_timeout_s
+        await asyncio.gather(self._fleet.drain(timeout_s), self._relay.drain(timeout_s))
 
     async def _hand_over(self) -> None:
         """Leave all groups to their next owners, and read on there for clients that cannot."""
@@ -379,7 +388,8 @@ class ControlPlane:
             resume_grace_s=config.resume_grace_s,
             drain_timeout_s=config.drain_timeout_s,
         )
-        await asyncio.gather(*(keeper.hand_over(self._elsewhere, settings) for keeper in self._keepers))
+        handovers = (keeper.hand_over(self._elsewhere, settings) for keeper in self._keepers)
+        await asyncio.gather(*handovers, self._relay.drain(config.drain_timeout_s))
 
     def _uptime_s(self) -> float:
         return time.monotonic() - self._started_at

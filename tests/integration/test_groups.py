@@ -12,7 +12,7 @@ import pytest
 
 from control_plane.announcement import Lost, Ready, StageProgress
 from control_plane.engine_status import GroupView
-from service_chassis.errors import DuplicateRequest, NotReady
+from service_chassis.errors import DuplicateRequest, GroupLost, NotReady
 from service_chassis.ids import RequestId
 from service_chassis.protocol.block_hash import namespace_of
 from support.engine_harness import collect, generation
@@ -175,3 +175,17 @@ def test_server_does_not_start_when_one_of_its_groups_cannot_be_formed() -> None
     with serving("--model", broken, "--data-parallel-size", "2", "--executor", "mp") as server:
         assert server.exit_code() == 1
         assert not server.heard(Ready)
+
+
+async def test_streams_get_their_one_status_when_the_control_plane_ends_without_waiting_for_them() -> None:
+    async with running_fleet(model_with(step_time_s=0.01)) as running, asyncio.timeout(30):
+        stream = await running.fleet.generate(generation("r", [1, 2], max_tokens=2000))
+        await anext(stream)
+        kept = running.groups[0]
+        assert kept.keeping is not None
+        kept.keeping.cancel()
+        await asyncio.gather(kept.keeping, return_exceptions=True)
+        await kept.keeper.end("another group could not be formed")
+        with pytest.raises(GroupLost, match="another group could not be formed"):
+            async for _ in stream:
+                pass

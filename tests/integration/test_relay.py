@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tritonclient.grpc import InferInput
 from control_plane.relay import RELAYED_KEY
 from maniple.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from support.scripted_reference import greedy
-from support.takeover import ControlPlane, Site, all_free, prompt_of, site
+from support.takeover import ControlPlane, Site, Stopping, all_free, prompt_of, site
 from support.waiting import until
 
 SERVICE = "maniple.v1.InferenceService"
@@ -131,3 +132,41 @@ async def test_spare_serves_its_own_group_once_the_owner_is_gone(tmp_path: Path)
             events = [event async for event in stub.Generate(request("r"), timeout=20)]
             assert [i for event in events for i in event.chunk.token_ids] == greedy(prompt_of(1), 20)
             assert await serving(channel)
+
+
+async def test_spare_that_is_told_to_end_waits_for_the_streams_that_it_passes_on(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), site(tmp_path) as one:
+        owner, spare, channel = await owner_and_spare(one)
+        async with channel:
+            stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = aiter(stub.Generate(request("r", max_tokens=400), timeout=40))
+            events = [await anext(call), await anext(call)]
+            spare.signal(signal.SIGTERM)
+            await spare.heard(Stopping)
+            with pytest.raises(grpc.aio.AioRpcError, match="not accepting"):
+                await anext(aiter(stub.Generate(request("late"), timeout=20)))
+            events += [event async for event in call]
+            assert [token_id for event in events for token_id in event.chunk.token_ids] == greedy(prompt_of(1), 400)
+            assert await spare.exit_code() == 0
+        await all_free(owner)
+
+
+@pytest.mark.parametrize("how", ["deadline", "second-signal"])
+async def test_stream_that_a_spare_cannot_wait_for_ends_with_a_status_that_says_so(tmp_path: Path, how: str) -> None:
+    async with asyncio.timeout(60), site(tmp_path) as one:
+        timeout_s = "0.2" if how == "deadline" else "60"
+        owner, spare = await one.owner_and_spare("--drain-timeout-s", timeout_s)
+        async with grpc.aio.insecure_channel(spare.address) as channel:
+            stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = aiter(stub.Generate(request("r", max_tokens=3000), timeout=40))
+            await anext(call)
+            spare.signal(signal.SIGTERM)
+            await spare.heard(Stopping)
+            if how == "second-signal":
+                spare.signal(signal.SIGTERM)
+            with pytest.raises(grpc.aio.AioRpcError, match="the control plane that passed the call on") as ended:
+                async for _ in call:
+                    pass
+            assert ended.value.code() is grpc.StatusCode.CANCELLED
+            assert await spare.exit_code() == 0
+        await all_free(owner)
