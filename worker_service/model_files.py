@@ -12,6 +12,7 @@ from service_chassis.errors import InvalidParameter
 
 MAX_FILE_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
+_MAX_NAME_BYTES = 255  # of file systems; they refuse to look for a longer one
 
 
 async def read_model_files(source: str, names: Sequence[str]) -> AsyncIterator[worker_pb2.GetModelFilesResponse]:
@@ -22,8 +23,10 @@ async def read_model_files(source: str, names: Sequence[str]) -> AsyncIterator[w
     """
     directory = Path(source)
     for name in names:
-        if name != Path(name).name or name in ("", ".", ".."):
+        if name != Path(name).name or name in ("", ".", "..") or "\0" in name:
             raise InvalidParameter("names", name, "must be a file name without a directory")
+        if len(name.encode()) > _MAX_NAME_BYTES:
+            raise InvalidParameter("names", name, f"may have at most {_MAX_NAME_BYTES} bytes")
         path = directory / name
         if not source or not path.is_file():
             continue
