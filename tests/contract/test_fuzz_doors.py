@@ -43,6 +43,8 @@ NOT_OURS = {
     "grpc.channelz.v1.Channelz",
 }
 
+# Of what a peer sends only so much gets into a line of the log.
+MAX_LOG_LINE = 8000
 PROMPT = [5, 250, 17, 0, 5]
 
 
@@ -147,6 +149,8 @@ class Served:
             raise AssertionError(f"it does not answer: {self.path.read_text()[-6000:]}") from None
         said = self.path.read_text()
         assert "Traceback" not in said, said[-3000:]
+        longest = max(said.splitlines(), key=len, default="")
+        assert len(longest) < MAX_LOG_LINE, f"{len(longest)} characters in a line of the log: {longest[:2000]}"
 
     async def put_right(self, case: Case) -> None:
         """Undo what an operator's call was meant to do."""
@@ -274,25 +278,32 @@ class Ranks:
     async def is_well(self) -> None:
         """It runs and answers, or was told to go and did. One that cannot serve any more is replaced."""
         code = self.worker.process.returncode
-        if code is None:
-            try:
-                described = await self.worker.describe()
-            except grpc.aio.AioRpcError as error:
-                if self.worker.process.returncode is None:
-                    self.worker.process.send_signal(signal.SIGABRT)  # it says where each of its threads is
-                code = await self.worker.exit_code(within_s=10)
-                await asyncio.sleep(0.1)
-                where = "".join(line["event"] for line in self.worker.log if "event" in line)
-                assert code == 0, f"it does not answer ({error.code().name}), {code}: {where[-6000:]}"
-                await self.renew()
-                return
+        if code is None and (described := await self._describe()) is not None:
             if described.epoch == 1 and described.stage == worker_pb2.WORKER_STAGE_READY:
                 return
         else:
-            assert code == 0, f"it ended with {code}: {self.worker.log[-3:]}"
-        said = [str(line) for line in self.worker.log if "Traceback" in str(line)]
-        assert not said, said[-1][-3000:]
+            code = await self.worker.exit_code(within_s=10)
+            where = "".join(line.get("event", "") for line in self.worker.log)
+            assert code == 0, f"it does not answer, or ended, with {code}: {where[-6000:]}"
+        said = [str(line) for line in self.worker.log]
+        crashed = [line for line in said if "Traceback" in line]
+        assert not crashed, crashed[-1][-3000:]
+        longest = max(said, key=len, default="")
+        assert len(longest) < MAX_LOG_LINE, f"{len(longest)} characters in a line of the log: {longest[:2000]}"
         await self.renew()
+
+    async def _describe(self) -> worker_pb2.DescribeResponse | None:
+        """Ask it what it is; None if it does not answer, and then it has ended, or is made to say where it stands."""
+        asked, ended = asyncio.ensure_future(self.worker.describe()), asyncio.ensure_future(self.worker.process.wait())
+        await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
+        is_answered = asked.done() and asked.exception() is None
+        for one in (asked, ended):
+            one.cancel()
+        if is_answered:
+            return asked.result()
+        if self.worker.process.returncode is None:
+            self.worker.process.send_signal(signal.SIGABRT)
+        return None
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -33,6 +33,8 @@ _UNARY_S = 20.0  # nothing asked once may take longer, on however busy a machine
 _OWN_STATUSES = {grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED}
 # What grpc's client makes of a stream that the server ends while a request is being written: no status of the server's.
 _WRITE_FAILED = "Internal error from Core"
+# A process that was told to go. That it was, and did not just go, is for the check to see.
+_NOBODY_THERE = ("Socket closed", "failed to connect", "Cancelling all calls", "Connection reset", "Broken pipe")
 _NEVER = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 
 
@@ -261,7 +263,7 @@ def _outcome(case: Case, error: grpc.aio.AioRpcError, took_s: float) -> str:
     trailers = dict(error.trailing_metadata() or ())
     details = trailers.get("grpc-status-details-bin")
     if details is None:
-        own = code in case.method.bare or "Socket closed" in said or "failed to connect" in said
+        own = code in case.method.bare or any(words in said for words in _NOBODY_THERE)
         return f"{code.name}: {said[:200]}" if own else f"BROKEN: {code.name} has no ErrorInfo: {said[:300]}"
     if len(details) > 4096:
         return f"BROKEN: {code.name} has {len(details)} bytes of details"

@@ -301,6 +301,7 @@ async def worker_process(directory: Path, *flags: str) -> AsyncIterator[WorkerPr
         *("--listen", f"unix:{directory}/w.sock", "--health-listen", f"unix:{directory}/h.sock"),
         *("--parent-fd", str(read_fd), *flags),
         stderr=asyncio.subprocess.PIPE,
+        limit=1 << 24,  # bytes of a line; over it reading stops, and with it waiting for the process
         pass_fds=(read_fd,),
         start_new_session=True,
     )
