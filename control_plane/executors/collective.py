@@ -58,7 +58,7 @@ async def _collect(
     except BaseException:
         for task in pending:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)  # also those that failed in the same moment
         raise
     for rank, task in tasks.items():
         if task in pending:  # a rank that was not named and still works; it has the same hang guard

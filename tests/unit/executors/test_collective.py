@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from typing import Any
 
 import pytest
 from google.protobuf.message import Message
@@ -110,3 +112,17 @@ async def test_cancelling_the_call_cancels_it_on_all_ranks() -> None:
     with pytest.raises(asyncio.CancelledError):
         await answers
     assert sorted(calls.cancelled) == [0, 1]
+
+
+async def test_failures_in_the_same_moment_are_one_failure_and_no_noise() -> None:
+    noise: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: noise.append(context))
+
+    async def fail() -> int:
+        raise ConnectionError("refused")
+
+    with pytest.raises(RankCallError, match="rank 0: Describe: refused"):
+        await start_on_all("Describe", {Rank(rank): fail() for rank in range(3)}, timeout_s=5)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert noise == []
