@@ -105,7 +105,9 @@ class RowMasks(Generic[K]):
         self._pace.advance(steps)
 
     def _on_done(self, steps: list[tuple[K, Walk, Sequence[int]]], done: asyncio.Future[None]) -> None:
-        broke = done.cancelled() or done.exception() is not None
+        if done.cancelled():
+            return  # by ``close``: nothing is wrong with these samples, and whoever closes ends or hands them on
+        broke = done.exception() is not None
         for key, walk, _ in steps:
             if self._walks.get(key) is not walk:
                 continue  # it went meanwhile
