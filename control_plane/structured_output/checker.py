@@ -74,6 +74,8 @@ class Checker:
             grammar = grammar_text(Constraint(kind, question["text"], options))
         except BadConstraint as error:
             return {"rule": error.rule, "where": error.where, "value": repr(error.value) if error.where else None}
+        except UnicodeEncodeError:  # JSON can say halves of characters
+            return {"rule": "must be Unicode text: \\ud800 to \\udfff come in pairs"}
         matcher = new_matcher(self._tokenizer, grammar)
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8) if not matcher.is_error() else None
         fault = matcher.get_error() if matcher.is_error() else ""
@@ -127,11 +129,19 @@ def _serve() -> None:
         sys.stdout.buffer.flush()
 
 
+def _serve_or_die() -> None:
+    """Take the process along whatever goes wrong: whoever waits for an answer, and all behind him, must hear of it."""
+    try:
+        _serve()
+    except BaseException:
+        os._exit(1)
+
+
 def main() -> None:
     """Run the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
-    threading.Thread(target=_serve, daemon=True).start()
+    threading.Thread(target=_serve_or_die, daemon=True).start()
     # The library lets others run while it compiles. A pipe is hung up when whoever writes to it is gone.
     parent = select.poll()
     parent.register(sys.stdin, select.POLLHUP)

@@ -98,6 +98,32 @@ async def test_bombs_are_refused_and_the_next_one_works(
     assert len(pids - {None}) == 1  # the others took their process along
 
 
+async def test_half_a_character_is_refused_in_every_kind(grammars: GrammarCompiler) -> None:
+    """JSON can say it; text cannot hold it."""
+    for kind, text in [
+        (ConstraintKind.JSON_SCHEMA, '{"const": "\\ud800"}'),
+        (ConstraintKind.STRUCTURAL_TAG, '{"format": {"type": "const_string", "value": "\\ud800"}}'),
+        (ConstraintKind.STRUCTURAL_TAG, '{"format": {"type": "regex", "pattern": "a\\udfff"}}'),
+    ]:
+        async with asyncio.timeout(20):
+            await refused(grammars, Constraint(kind, text))
+    assert "come in pairs" in (await refused(grammars, Constraint(kind, text))).message
+
+
+async def test_checker_that_fails_is_gone_at_once_and_the_next_one_answers(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong in it that nobody thought of: it must not keep the others waiting."""
+    await grammars.compile(regex("a"))
+    pid = grammars.checker_pid
+    monkeypatch.setattr(checker_process, "as_message", lambda constraint: {"kind": "of no kind"})
+    async with asyncio.timeout(20):
+        assert "the attempt failed" in (await refused(grammars, regex("b"))).message
+        monkeypatch.undo()
+        await grammars.compile(regex("b"))
+    assert grammars.checker_pid not in (None, pid)
+
+
 async def test_checker_that_does_not_answer_is_ended(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
