@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -69,6 +70,7 @@ class Fleet:
         self.ids = RequestIds()  # of all engines, those of before too
         self._places = {"0": _Place(reason=reason)}
         self.share: CallerShare | None = None  # of each caller, where callers are told from each other
+        self._entering: Counter[str] = Counter()  # requests of each caller that are being admitted
         self._closed_reason = ""  # said to every engine, those to come too
         self._pause: PauseMode | None = None  # likewise
         self._past_queries = self._past_hits = 0  # prefix cache lookups of engines that are gone
@@ -187,7 +189,14 @@ class Fleet:
             choice = choose_group(candidates)
             engine = ready[choice.chosen]
             log.debug("request.routed", request_id=request_id, group=self._name_of(engine), reason=choice.reason)
-        return await engine.generate(generation)
+        # A grammar may have to be compiled first: whoever sends many at once has them all in the meantime.
+        self._entering[generation.client_identity] += 1
+        try:
+            return await engine.generate(generation)
+        finally:
+            self._entering[generation.client_identity] -= 1
+            if not self._entering[generation.client_identity]:
+                del self._entering[generation.client_identity]
 
     async def resume(
         self, request_id: RequestId, token: bytes, identity: str, cursors: Sequence[Cursor]
@@ -236,7 +245,9 @@ class Fleet:
     def check_share(self, caller: Caller) -> None:
         """Raise ``QueueFull`` where a caller has so much that another request is too many."""
         if self.share is not None and caller.identity:
-            self.share.check(caller, sum((engine.held_by(caller.identity) for engine in self._engines()), Held()))
+            num_entering = self._entering[caller.identity]
+            held = Held(num_entering, num_entering)
+            self.share.check(caller, sum((engine.held_by(caller.identity) for engine in self._engines()), held))
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that no row holds, in all groups; return the number of blocks."""

@@ -36,10 +36,15 @@ def call_facts(context: Context, fleet: Fleet, *, client_resumes: bool = False) 
 
 async def events(fleet: Fleet, generation: Generation, context: Context) -> AsyncGenerator[Event, None]:
     """Admit a generation and yield its events; it is cancelled when this is closed early."""
-    fleet.check_share(current_caller())
-    async with aclosing(stream_events(await fleet.generate(generation), context)) as all_events:
+    async with aclosing(stream_events(await admit(fleet, generation), context)) as all_events:
         async for event in all_events:
             yield event
+
+
+async def admit(fleet: Fleet, generation: Generation) -> GenerationStream:
+    """Let a request of the present caller in, where its share has room for one more. Every door comes through here."""
+    fleet.check_share(current_caller())
+    return await fleet.generate(generation)
 
 
 async def stream_events(stream: GenerationStream, context: Context) -> AsyncGenerator[Event, None]:

@@ -73,4 +73,15 @@ def parse_json(field: str, text: str, kind: type[list[Any]] | type[dict[str, Any
         raise InvalidParameter(field, text, f"must be a JSON {name} ({error})") from None
     if not isinstance(value, kind):
         raise InvalidParameter(field, text, f"must be a JSON {name}")
+    if "\\u" in text and not _is_unicode(value):
+        raise InvalidParameter(field, text, f"must be a JSON {name} of Unicode text: \\ud800 to \\udfff come in pairs")
     return value
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether every text in a JSON value can be written down: JSON can say halves of characters."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True

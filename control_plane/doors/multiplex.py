@@ -12,6 +12,10 @@ Answer = TypeVar("Answer")
 
 # Answers that wait for a slow client; whoever has more waits too.
 _MAX_WAITING = 64
+# Requests in hand, those among them that are only being refused. Beyond either bound no more are read, so that whoever
+# sends and does not listen is held up by the transport, and fills no memory here.
+_MAX_OPEN = 2048
+_MAX_OPEN_BYTES = 64 << 20
 
 
 class _End:
@@ -21,11 +25,16 @@ class _End:
 class Multiplexer(Generic[Question, Answer]):
     """The requests of one stream. ``answers`` is called once."""
 
-    def __init__(self, answer: Callable[[Question], AsyncGenerator[Answer, None]]) -> None:
-        """Take what answers one request, to its end, and raises nothing."""
+    def __init__(
+        self, answer: Callable[[Question], AsyncGenerator[Answer, None]], *, size_of: Callable[[Question], int]
+    ) -> None:
+        """Take what answers one request, to its end, and raises nothing; and what says how many bytes one has."""
         self._answer = answer
+        self._size_of = size_of
         self._queue: asyncio.Queue[Answer | _End] = asyncio.Queue(_MAX_WAITING)
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.Task[None], int] = {}
+        self._open_bytes = 0
+        self._has_room = asyncio.Event()
 
     @property
     def num_open(self) -> int:
@@ -51,15 +60,24 @@ class Multiplexer(Generic[Question, Answer]):
     async def _read(self, questions: AsyncIterator[Question]) -> None:
         try:
             async for question in questions:
+                size = self._size_of(question)
+                while self._open and (len(self._open) >= _MAX_OPEN or self._open_bytes + size > _MAX_OPEN_BYTES):
+                    self._has_room.clear()
+                    await self._has_room.wait()
                 task = asyncio.create_task(self._serve(question))
-                self._open.add(task)
-                task.add_done_callback(self._open.discard)
+                self._open[task] = size
+                self._open_bytes += size
+                task.add_done_callback(self._on_answered)
             while self._open:
                 await asyncio.wait(self._open)
         except Exception:
             await self._queue.put(_End())
             raise
         await self._queue.put(_End())
+
+    def _on_answered(self, task: asyncio.Task[None]) -> None:
+        self._open_bytes -= self._open.pop(task)
+        self._has_room.set()
 
     async def _serve(self, question: Question) -> None:
         async with aclosing(self._answer(question)) as answers:

@@ -6,6 +6,7 @@ decoupled, as Triton calls it: one request may have many responses, and the last
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -16,7 +17,7 @@ import grpc
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from control_plane.doors import converters
-from control_plane.doors.calls import Context, call_facts, events, read_events
+from control_plane.doors.calls import Context, admit, call_facts, events, read_events
 from control_plane.doors.kserve_extra import SERVICE
 from control_plane.doors.multiplex import Multiplexer
 from control_plane.doors.open_inference_converters import (
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 PLATFORM = "maniple"
 # Requests of one stream at a time. Each of them holds memory here, before the engine may say that its queue is full.
 MAX_OPEN_REQUESTS = 1024
+# Larger requests are read in a thread, beside the event loop.
+_INLINE_BYTES = 1 << 16
 _EXTENSIONS = ("model_configuration", "model_repository", "parameters", "statistics")
 _TYPES = {BYTES: "TYPE_STRING", BOOL: "TYPE_BOOL", UINT32: "TYPE_UINT32", FP32: "TYPE_FP32"}
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
@@ -90,7 +93,7 @@ class OpenInferenceDoor(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
 
     async def ModelInfer(self, request: InferRequest, context: Context) -> InferResponse:
         """One request, one response."""
-        wanted = to_wanted(request, default_model=self._served.names[0], may_stream=False)
+        wanted = await self._read(request, may_stream=False)
         async with aclosing(self._responses(wanted, context, is_alone=True)) as responses:
             return await anext(responses)  # without stream there is one
 
@@ -104,7 +107,7 @@ class OpenInferenceDoor(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
                 if multiplexer.num_open > MAX_OPEN_REQUESTS:
                     rule = f"{MAX_OPEN_REQUESTS} requests of this stream are being answered already"
                     raise QueueFull(rule, retry_after_s=1.0)
-                wanted = to_wanted(request, default_model=self._served.names[0], may_stream=True)
+                wanted = await self._read(request, may_stream=True)
                 async with aclosing(self._responses(wanted, context, is_alone=False)) as responses:
                     async for response in responses:
                         yield service_pb2.ModelStreamInferResponse(infer_response=response)
@@ -115,10 +118,17 @@ class OpenInferenceDoor(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
                 message = f"{_CODES[error.code]}: {error.message}"
                 yield service_pb2.ModelStreamInferResponse(error_message=message, infer_response=last)
 
-        multiplexer: Multiplexer[InferRequest, Any] = Multiplexer(answer)
+        multiplexer: Multiplexer[InferRequest, Any] = Multiplexer(answer, size_of=lambda request: request.ByteSize())
         async with aclosing(multiplexer.answers(requests)) as answers:
             async for one in answers:
                 yield one
+
+    async def _read(self, request: InferRequest, *, may_stream: bool) -> Wanted:
+        def read() -> Wanted:
+            return to_wanted(request, default_model=self._served.names[0], may_stream=may_stream)
+
+        # Its JSON may hold hundreds of thousands of numbers, which nobody else shall wait for.
+        return read() if request.ByteSize() <= _INLINE_BYTES else await asyncio.to_thread(read)
 
     async def _responses(
         self, wanted: Wanted, context: Context, *, is_alone: bool
@@ -145,7 +155,7 @@ class OpenInferenceDoor(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             if is_alone:
                 all_events: AsyncGenerator[Event, None] = events(fleet, generation, context)
             else:
-                all_events = read_events(await fleet.generate(generation))
+                all_events = read_events(await admit(fleet, generation))
             async with aclosing(all_events):
                 async for event in all_events:
                     if isinstance(event, Started):

@@ -63,6 +63,8 @@ _LEAST_LOGPROB = -9999.0
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 _NOT_FINISHED = "None"  # what that backend says
 
+# It goes back with every response.
+_MAX_ID_CHARS = 1024
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _MAX_PRIORITY = 2**31 - 1
 
@@ -88,6 +90,8 @@ def to_wanted(request: InferRequest, *, default_model: str, may_stream: bool) ->
         UnknownModel: it asks for another version. Whether the name is served is seen later.
     """
     check_version(request.model_version)
+    if len(request.id) > _MAX_ID_CHARS:
+        raise InvalidParameter("id", f"{len(request.id)} characters", f"may have at most {_MAX_ID_CHARS} characters")
     inputs = read_inputs(request, INPUTS)
     if "text_input" not in inputs:
         raise InvalidParameter("inputs", sorted(inputs), "must have text_input")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from control_plane.doors.method_scopes import SCOPES_OF_METHODS
 from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
@@ -253,6 +255,25 @@ async def test_callers_have_a_share_each(server: ServeProcess, tls: Tls) -> None
         await others
         for client, request_id in ((a, "a2"), (b, "b1")):
             await client.abort(request_id)
+
+
+async def test_share_of_a_caller_is_the_same_on_one_stream_and_while_grammars_are_compiled(
+    server: ServeProcess, tls: Tls, authority: Authority
+) -> None:
+    async with secured(server, authority) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelStreamInfer(metadata=bearer("the-token-of-small-0123"), timeout=60)
+        for number in range(6):
+            sampling = {"ignore_eos": True, "structured_outputs": {"regex": "[a-z]*"}}
+            request = service_pb2.ModelInferRequest(id=str(number))
+            for name, value in (("text_input", "hi"), ("sampling_parameters", json.dumps(sampling))):
+                tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
+                tensor.contents.bytes_contents.append(value.encode())
+            await call.write(request)
+        refused = [await call.read() for _ in range(5)]
+        assert {one.error_message[:18] for one in refused} == {"RESOURCE_EXHAUSTED"}
+        assert all("caller 'small' has 1 requests" in one.error_message for one in refused)
+        call.cancel()
 
 
 async def test_probe_port_speaks_plaintext_and_says_health_alone(server: ServeProcess, place: Path) -> None:

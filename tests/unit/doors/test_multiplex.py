@@ -8,8 +8,13 @@ from contextlib import aclosing
 
 import pytest
 
+from control_plane.doors import multiplex
 from control_plane.doors.multiplex import Multiplexer
 from support.waiting import until
+
+
+def one_byte(question: int) -> int:
+    return 1
 
 
 async def given(*questions: int) -> AsyncIterator[int]:
@@ -23,7 +28,7 @@ async def test_answers_of_all_requests_come_and_each_ones_in_order() -> None:
             await asyncio.sleep(0)
             yield up_to, number
 
-    heard = [one async for one in Multiplexer(count).answers(given(3, 0, 200, 5))]
+    heard = [one async for one in Multiplexer(count, size_of=one_byte).answers(given(3, 0, 200, 5))]
     for up_to in (3, 200, 5):
         assert [number for asked, number in heard if asked == up_to] == list(range(up_to))
     assert len(heard) == 208
@@ -40,7 +45,7 @@ async def test_closing_closes_every_answer_also_while_nobody_reads_and_the_queue
         finally:
             closed.append(question)
 
-    multiplexer = Multiplexer(endless)
+    multiplexer = Multiplexer(endless, size_of=one_byte)
     async with asyncio.timeout(10), aclosing(multiplexer.answers(given(1, 2, 3))) as answers:
         await anext(answers)
         await until(lambda: multiplexer.num_open == 3, "all three are open")
@@ -65,7 +70,7 @@ async def test_what_reading_raises_ends_all() -> None:
         yield 2
         raise ValueError("not a message")
 
-    multiplexer, heard = Multiplexer(waiting), set()
+    multiplexer, heard = Multiplexer(waiting, size_of=one_byte), set()
 
     async def read() -> None:
         async for one in multiplexer.answers(breaks()):
@@ -74,4 +79,32 @@ async def test_what_reading_raises_ends_all() -> None:
     with pytest.raises(ValueError, match="not a message"):
         await asyncio.wait_for(read(), 10)
     assert heard <= set(closed) <= {1, 2}
+    assert multiplexer.num_open == 0
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, multiplex._MAX_OPEN), (1 << 20, 64), (1 << 30, 1)])
+async def test_no_more_is_read_while_nobody_listens(size: int, most: int) -> None:
+    """Whoever sends without end and takes no answer fills no memory; once answers are taken all goes on."""
+    num_read = 0
+
+    async def ask() -> AsyncIterator[int]:
+        nonlocal num_read
+        for num_read in range(1, 3 * most + 1):
+            yield num_read
+
+    async def answer(question: int) -> AsyncGenerator[int, None]:
+        for _ in range(100):
+            yield question
+
+    multiplexer = Multiplexer(answer, size_of=lambda question: size)
+    heard: set[int] = set()
+    async with asyncio.timeout(60), aclosing(multiplexer.answers(ask())) as answers:
+        heard.add(await anext(answers))
+        await until(lambda: multiplexer.num_open == most, "as many as there may be are open")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (multiplexer.num_open, num_read) == (most, most + 1)
+        if most <= 64:
+            heard |= {one async for one in answers}
+            assert heard == set(range(1, 3 * most + 1))
     assert multiplexer.num_open == 0
