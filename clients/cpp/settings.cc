@@ -30,8 +30,8 @@ flags:
   --retry-for S         give up after so many seconds without a word (default 30)
   --start-over N        begin anew so often when what had begun is lost (default 1)
   --detach-grace S      the request goes on so many seconds without a connection (default 0)
-  --ca FILE             use TLS, and trust the certificates in this file
-  --token-file FILE     send the bearer token in this file (needs --ca)
+  --tls-ca FILE         use TLS, and trust the certificates in this file
+  --token-file FILE     send the bearer token in this file (needs --tls-ca)
   --json                print one JSON object a line
 )";
 
@@ -93,7 +93,7 @@ Settings ParseSettings(int argc, char** argv) {
       {"seed", required_argument, nullptr, 0},         {"ignore-eos", no_argument, nullptr, 0},
       {"deadline", required_argument, nullptr, 0},     {"cancel-after", required_argument, nullptr, 0},
       {"retry-for", required_argument, nullptr, 0},    {"start-over", required_argument, nullptr, 0},
-      {"detach-grace", required_argument, nullptr, 0}, {"ca", required_argument, nullptr, 0},
+      {"detach-grace", required_argument, nullptr, 0}, {"tls-ca", required_argument, nullptr, 0},
       {"token-file", required_argument, nullptr, 0},   {"json", no_argument, nullptr, 0},
       {"help", no_argument, nullptr, 0},
       {nullptr, 0, nullptr, 0}};
@@ -136,7 +136,7 @@ Settings ParseSettings(int argc, char** argv) {
       settings.patience.starts_over = Read<int>(flag, word);
     } else if (flag == "detach-grace") {
       request.set_detach_grace_s(Read<float>(flag, word));
-    } else if (flag == "ca") {
+    } else if (flag == "tls-ca") {
       settings.ca = word;
     } else if (flag == "token-file") {
       settings.token_file = word;
@@ -152,6 +152,7 @@ Settings ParseSettings(int argc, char** argv) {
 }
 
 std::shared_ptr<grpc::ChannelCredentials> CredentialsOf(const Settings& settings) {
+  if (settings.ca.empty() && !settings.token_file.empty()) throw UsageError("--token-file needs --tls-ca");
   if (settings.ca.empty()) return grpc::InsecureChannelCredentials();
   grpc::SslCredentialsOptions options;
   options.pem_root_certs = ReadFile(settings.ca);

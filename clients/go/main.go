@@ -3,6 +3,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -57,8 +58,8 @@ func parse(words []string) (verb string, s settings, rest []string, err error) {
 	flags.Float64Var(&s.retryFor, "retry-for", 30, "give up after so many `seconds` without a word")
 	flags.Float64Var(&s.detachGrace, "detach-grace", 0, "the request goes on so many `seconds` without a connection")
 	flags.UintVar(&s.startOver, "start-over", 1, "begin anew so `often` when what had begun is lost")
-	flags.StringVar(&s.ca, "ca", "", "use TLS, and trust the certificates in this `file`")
-	flags.StringVar(&s.tokenFile, "token-file", "", "send the bearer token in this `file` (needs --ca)")
+	flags.StringVar(&s.ca, "tls-ca", "", "use TLS, and trust the certificates in this `file`")
+	flags.StringVar(&s.tokenFile, "token-file", "", "send the bearer token in this `file` (needs --tls-ca)")
 	flags.BoolVar(&s.json, "json", false, "print one JSON object a line")
 	if len(words) == 0 || strings.HasPrefix(words[0], "-") {
 		flags.Usage()
@@ -105,6 +106,9 @@ func (s *settings) request() (*pb.GenerateRequest, error) {
 
 func (s *settings) connect() (*client.Client, error) {
 	targets := strings.Split(s.targets, ",")
+	if s.ca == "" && s.tokenFile != "" {
+		return nil, errors.New("--token-file needs --tls-ca")
+	}
 	if s.ca == "" {
 		return client.New(targets, grpc.WithInsecure())
 	}

@@ -32,8 +32,8 @@ flags:
   --retry-for S         give up after so many seconds without a word (default 30)
   --start-over N        begin anew so often when what had begun is lost (default 1)
   --detach-grace S      the request goes on so many seconds without a connection (default 0)
-  --ca FILE             use TLS, and trust the certificates in this file
-  --token-file FILE     send the bearer token in this file (needs --ca)
+  --tls-ca FILE         use TLS, and trust the certificates in this file
+  --token-file FILE     send the bearer token in this file (needs --tls-ca)
   --json                print one JSON object a line
 `;
 
@@ -52,7 +52,7 @@ const FLAGS = {
   "retry-for": { type: "string", default: "30" },
   "start-over": { type: "string", default: "1" },
   "detach-grace": { type: "string", default: "0" },
-  ca: string,
+  "tls-ca": string,
   "token-file": string,
   json: { type: "boolean", default: false },
   help: { type: "boolean", short: "h" },
@@ -77,8 +77,11 @@ function requestOf(flags) {
 }
 
 function credentialsOf(flags) {
-  if (flags.ca === undefined) return Credentials.createInsecure();
-  const tls = Credentials.createSsl(readFileSync(flags.ca));
+  if (flags["tls-ca"] === undefined) {
+    if (flags["token-file"] !== undefined) throw new UsageError("--token-file needs --tls-ca");
+    return Credentials.createInsecure();
+  }
+  const tls = Credentials.createSsl(readFileSync(flags["tls-ca"]));
   if (flags["token-file"] === undefined) return tls;
   const bearer = Credentials.createFromMetadataGenerator((_, done) => {
     const metadata = new Metadata();

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ import pytest
 from control_plane.announcement import Ready, StageProgress
 from maniple.v1 import admin_pb2, admin_pb2_grpc
 from maniple_client import Client
+from support.certificates import Authority, Identity
 from support.client_programs import NAMES, Program, Run, build_all
 from support.remote_ranks import free_ports, remote_ranks
 from support.rst_proxy import resetting_proxy
@@ -178,10 +180,47 @@ def test_program_shows_model_tokens_and_status(program: Program, server: ServePr
 
 
 def test_program_refuses_what_it_does_not_know(program: Program) -> None:
-    for words in ([], ["dance"], ["generate", "--dance"], ["generate", "--max-tokens", "many"]):
+    for words in (
+        [],
+        ["dance"],
+        ["generate", "--dance"],
+        ["generate", "--max-tokens", "many"],
+        ["status", "--token-file", "x"],
+    ):
         run = program.run(*words)
         assert run.wait() == 2, (words, run)
         assert not run.lines
+
+
+def test_program_speaks_tls_and_says_who_it_is(program: Program, guarded: tuple[str, Path, Path]) -> None:
+    target, ca, tokens = guarded
+    run = program.run(*asked(target, 8, 5, "--tls-ca", str(ca), "--token-file", str(tokens / "good")))
+    if "JDK provider does not support ALPN" in run.aside:
+        pytest.skip("java: Debian builds netty without ALPN, and HTTP/2 over TLS needs it")
+    assert_whole(run, 8, 5)
+    run = program.run(*asked(target, 8, 5, "--tls-ca", str(ca), "--token-file", str(tokens / "bad")))
+    assert run.wait() == 1
+    assert [(one["event"], one["status"], one["reason"]) for one in run.events] == [
+        ("error", "UNAUTHENTICATED", "UNAUTHENTICATED")
+    ], run
+
+
+@pytest.fixture(scope="session")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Path]]:
+    """A server with TLS that knows one caller; who signed its certificate, and files of tokens."""
+    place = tmp_path_factory.mktemp("guarded")
+    authority = Authority(place / "authority")
+    identity = Identity(place / "server", authority, "127.0.0.1")
+    (place / "good").write_text("a-token-that-is-known\n")
+    (place / "bad").write_text("a-token-that-is-not-known\n")
+    callers = place / "callers.toml"
+    callers.write_text(
+        '[[caller]]\nidentity = "somebody"\nscopes = ["inference", "status"]\ntoken = "a-token-that-is-known"\n'
+    )
+    files = identity.files
+    words = ["--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--auth-callers", str(callers)]
+    with serving("--model", MODEL, "--executor", "uni", *words) as server:
+        yield server.address, authority.path, place
 
 
 # All programs at once, since a fault costs seconds whoever watches it. Each test then reads what its program did.

@@ -58,6 +58,7 @@ class Run:
         self.program = program
         self.started_at = time.monotonic()
         self.lines: list[str] = []
+        self.aside = ""  # on standard error, once it ended
         self._process = subprocess.Popen(
             [*program.command, *words],
             env=dict(program.env),
@@ -65,7 +66,6 @@ class Run:
             stderr=subprocess.PIPE,
             encoding="utf-8",
         )
-        self._errors = ""
         self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
         for reader in self._readers:
             reader.start()
@@ -77,7 +77,7 @@ class Run:
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        self._errors = self._process.stderr.read()
+        self.aside = self._process.stderr.read()
 
     def wait(self, timeout_s: float = 60.0) -> int:
         """Return the exit code."""
@@ -133,7 +133,7 @@ class Run:
 
     def __repr__(self) -> str:
         said = [line for line in list(self.lines) if '"chunk"' not in line]
-        return f"{self.program.name} exit={self.exit_code} said {said} and, aside, {self._errors!r}"
+        return f"{self.program.name} exit={self.exit_code} said {said} and, aside, {self.aside!r}"
 
 
 def build_all(wanted: Sequence[str]) -> dict[str, Program | Exception]:

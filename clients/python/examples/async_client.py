@@ -11,7 +11,7 @@ import sys
 import time
 
 from attempts import Attempts
-from command_line import Printer, credentials, generate_options, parser, status_facts
+from command_line import Printer, connection, generate_options, parse, status_facts
 
 from maniple_client import AsyncClient, Chunk, ManipleError
 
@@ -62,10 +62,9 @@ async def run(client: AsyncClient, flags: argparse.Namespace, printer: Printer) 
 
 
 async def main() -> int:
-    flags = parser("async_client.py").parse_args()
+    flags = parse("async_client.py")
     printer = Printer(flags.json)
-    targets = flags.target.split(",")
-    async with AsyncClient(targets, credentials=credentials(flags), resume_for_s=flags.retry_for) as client:
+    async with AsyncClient(flags.target.split(","), **connection(flags)) as client:
         try:
             await run(client, flags, printer)
         except ManipleError as error:

@@ -9,15 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
 from attempts import Again
 
 from maniple.v1 import admin_pb2
-from maniple_client import Chunk, Done, Event, Finished, ManipleError, Started
+from maniple_client import Chunk, Done, Event, Finished, ManipleError, Started, Tls, token_in
 
 
-def parser(name: str) -> argparse.ArgumentParser:
-    """Return the parser of verb and flags."""
+def parse(name: str) -> argparse.Namespace:
+    """Read verb and flags."""
     words = argparse.ArgumentParser(name, description="Stream a generation from a Maniple server.")
     words.add_argument("verb", choices=["generate", "abort", "tokenize", "model", "status"])
     words.add_argument("argument", nargs="?", help="abort ID, tokenize TEXT")
@@ -36,36 +35,26 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--retry-for", metavar="S", type=float, default=30.0, help="give up after so many seconds without a word")
     add("--start-over", metavar="N", type=int, default=1, help="begin anew so often when what had begun is lost")
     add("--detach-grace", metavar="S", type=float, default=0.0, help="go on so many seconds without a connection")
-    add("--ca", metavar="FILE", help="use TLS, and trust the certificates in this file")
-    add("--token-file", metavar="FILE", help="send the bearer token in this file (needs --ca)")
+    add("--tls-ca", metavar="FILE", help="use TLS, and trust the certificates in this file")
+    add("--token-file", metavar="FILE", help="send the bearer token in this file (needs --tls-ca)")
     add("--json", action="store_true", help="print one JSON object a line")
-    return words
+    flags = words.parse_args()
+    if flags.token_file and not flags.tls_ca:
+        words.error("--token-file needs --tls-ca")
+    return flags
 
 
 def _ids(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def credentials(flags: argparse.Namespace) -> grpc.ChannelCredentials | None:
-    """Return what the connection needs; None: plaintext."""
-    if flags.ca is None:
-        return None
-    with open(flags.ca, "rb") as file:
-        tls = grpc.ssl_channel_credentials(file.read())
-    if flags.token_file is None:
-        return tls
-    return grpc.composite_channel_credentials(tls, grpc.metadata_call_credentials(_Bearer(flags.token_file)))
-
-
-class _Bearer(grpc.AuthMetadataPlugin):
-    """Sends a bearer token, read for each call: it may be renewed."""
-
-    def __init__(self, file: str) -> None:
-        self._file = file
-
-    def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
-        with open(self._file) as file:
-            callback((("authorization", f"Bearer {file.read().strip()}"),), None)
+def connection(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of ``Client`` beside its address. Files are read again when they are replaced."""
+    return {
+        "tls": Tls(ca=flags.tls_ca) if flags.tls_ca else None,
+        "token": token_in(flags.token_file) if flags.token_file else None,
+        "resume_for_s": flags.retry_for,
+    }
 
 
 def generate_options(flags: argparse.Namespace, request_id: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import sys
 import time
 
 from attempts import Attempts
-from command_line import Printer, credentials, generate_options, parser, status_facts
+from command_line import Printer, connection, generate_options, parse, status_facts
 
 from maniple_client import Chunk, Client, ManipleError
 
@@ -61,9 +61,9 @@ def run(client: Client, flags: argparse.Namespace, printer: Printer) -> None:
 
 
 def main() -> int:
-    flags = parser("sync_client.py").parse_args()
+    flags = parse("sync_client.py")
     printer = Printer(flags.json)
-    with Client(flags.target.split(","), credentials=credentials(flags), resume_for_s=flags.retry_for) as client:
+    with Client(flags.target.split(","), **connection(flags)) as client:
         try:
             run(client, flags, printer)
         except ManipleError as error:

@@ -46,8 +46,8 @@ final class Settings {
         --retry-for S         give up after so many seconds without a word (default 30)
         --start-over N        begin anew so often when what had begun is lost (default 1)
         --detach-grace S      the request goes on so many seconds without a connection (default 0)
-        --ca FILE             use TLS, and trust the certificates in this file
-        --token-file FILE     send the bearer token in this file (needs --ca)
+        --tls-ca FILE         use TLS, and trust the certificates in this file
+        --token-file FILE     send the bearer token in this file (needs --tls-ca)
         --json                print one JSON object a line
       """;
 
@@ -63,7 +63,7 @@ final class Settings {
   private static final Set<String> SWITCHES = Set.of("ignore-eos", "json", "help");
   private static final Set<String> VALUES =
       Set.of("target", "prompt", "token-ids", "request-id", "max-tokens", "temperature", "seed", "deadline",
-          "cancel-after", "retry-for", "start-over", "detach-grace", "ca", "token-file");
+          "cancel-after", "retry-for", "start-over", "detach-grace", "tls-ca", "token-file");
 
   final List<String> words = new ArrayList<>(); // the verb and its arguments
   private final Map<String, String> flags = new HashMap<>();
@@ -137,19 +137,25 @@ final class Settings {
   }
 
   ChannelCredentials transport() {
-    if (!has("ca")) {
+    if (!has("tls-ca")) {
       return InsecureChannelCredentials.create();
     }
     try {
-      return TlsChannelCredentials.newBuilder().trustManager(new File(flags.get("ca"))).build();
+      return TlsChannelCredentials.newBuilder().trustManager(new File(flags.get("tls-ca"))).build();
     } catch (IOException error) {
-      throw new UsageError("cannot read " + flags.get("ca"));
+      throw new UsageError("cannot read " + flags.get("tls-ca"));
     }
   }
 
   /** Who calls; null for nobody in particular. */
   CallCredentials caller() {
-    return has("ca") && has("token-file") ? new Bearer(Path.of(flags.get("token-file"))) : null;
+    if (!has("token-file")) {
+      return null;
+    }
+    if (!has("tls-ca")) {
+      throw new UsageError("--token-file needs --tls-ca");
+    }
+    return new Bearer(Path.of(flags.get("token-file")));
   }
 
   private <T> T number(String flag, Function<String, T> parse, T unset) {
