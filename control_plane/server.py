@@ -142,6 +142,7 @@ class ControlPlane:
         self._recorder: DeltaRecorder | None = None
         self._gateway: asyncio.Task[None] | None = None
         self._grammars: GrammarCompiler | None = None
+        self._served: ServedModel | None = None
 
     async def run(self, signals: StopSignals) -> int:
         """Start, serve, stop."""
@@ -190,6 +191,8 @@ class ControlPlane:
         await asyncio.gather(*(keeper.end("the control plane shuts down") for keeper in self._keepers))
         if self._grammars is not None:
             await self._grammars.close()
+        if self._served is not None:
+            self._served.close()
         if self._health is not None:
             self._health.end()
         await self._listeners.stop(_FAREWELL_S)
@@ -260,6 +263,7 @@ class ControlPlane:
         names = [str(index) for index in range(self._config.num_groups)]
         self._fleet.expect(names)
         self._grammars = GrammarCompiler(lambda: served.text)
+        self._served = served
         prepare = None if place.is_here else TextOnWorkers(place.path, served.learn).learn
         self._keepers = [self._keeper(index, name, place, served, prepare) for index, name in enumerate(names)]
         self._fleet.on_readiness(lambda ready: self._news.set())

@@ -116,6 +116,7 @@ class InvalidParameter(ManipleError):
     def __init__(self, field: str, value: object, rule: str) -> None:
         """Name the field, the value as the client gave it, and the rule as a phrase: "must be at least 1"."""
         self.field = clip(field, _MAX_FIELD_BYTES)
+        self.value = value
         self.rule = rule
         super().__init__(f"{self.field}={clip(repr(value), 120)}: {rule}")
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from control_plane.doors.limits import check_token_ids, parse_json
-from control_plane.text.chat_template import ChatTemplate
 from control_plane.text.model_text import ModelText
 from maniple.v1.inference_pb2 import ChatPrompt
 from service_chassis.errors import InvalidParameter
@@ -45,23 +44,24 @@ async def chat_to_ids(
 
     The template writes special tokens itself.
     """
-    template = model.chat_template
+    messages, options = _messages(chat), _options(chat)
     if chat.chat_template:
-        # A client's program: compiled and run in a thread, whatever it does.
-        source, special_tokens = chat.chat_template, model.special_tokens
-        template = await asyncio.to_thread(lambda: ChatTemplate(source, special_tokens))
+        text = await model.client_templates.render(chat.chat_template, model.special_tokens, messages, **options)
+        return await _run(len(text), lambda: _encode(text, model, limit, add_special_tokens))
+    template = model.chat_template
     if template is None:
         raise InvalidParameter("chat", "no template", "the model has no chat template; send chat_template, or text")
     found = template
-    messages, options = _messages(chat), _options(chat)
 
     def render_and_encode() -> list[int]:
-        text = found.render(messages, **options)
-        _check_length("chat", text, limit)
-        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return _encode(found.render(messages, **options), model, limit, add_special_tokens)
 
-    num_chars = _INLINE_CHARS if chat.chat_template else chat.ByteSize()
-    return await _run(num_chars, render_and_encode)
+    return await _run(chat.ByteSize(), render_and_encode)
+
+
+def _encode(text: str, model: ModelText, limit: int | None, add_special_tokens: bool) -> list[int]:
+    _check_length("chat", text, limit)
+    return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:

@@ -32,6 +32,11 @@ class ServedModel:
         """Take the text side that came from the workers."""
         self._text = text
 
+    def close(self) -> None:
+        """End what its text side has started."""
+        if self._text is not None:
+            self._text.client_templates.close()
+
     def check_name(self, name: str) -> None:
         """Raise ``UnknownModel`` unless ``name`` is unset or one of the served names."""
         if name and name not in self.names:

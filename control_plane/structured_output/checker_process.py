@@ -10,14 +10,8 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from typing import Any
 
-from control_plane.structured_output.checker import (
-    CPU_S,
-    LENGTH_BYTES,
-    MEMORY_BYTES,
-    as_message,
-    frame,
-    length_of,
-)
+from control_plane.bounded_child import LENGTH_BYTES, frame, length_of
+from control_plane.structured_output.checker import CPU_S, MEMORY_BYTES, as_message
 from control_plane.structured_output.constraint import BadConstraint, Constraint
 from control_plane.structured_output.vocabulary import Vocabulary
 from service_chassis.telemetry import get_logger

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from control_plane.text.chat_template import ChatTemplate
+from control_plane.text.client_templates import ClientTemplates
 from control_plane.text.generation_config import generation_faults
 from control_plane.text.model_files import TEXT_FILES, DirectoryFiles, ModelFiles
 from control_plane.text.scripted_tokenizer import ASSISTANT, CHAT_TEMPLATE, END, SYSTEM, USER
@@ -52,6 +53,7 @@ class ModelText:
     architecture: str
     model_type: str
     files: ModelFiles | None  # None: scripted
+    client_templates: ClientTemplates = field(default_factory=ClientTemplates, compare=False, repr=False)
 
     @property
     def directory(self) -> Path | None:

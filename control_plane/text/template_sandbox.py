@@ -2,7 +2,7 @@
 
 Jinja2's own sandbox guards attributes. What it leaves open is work: ``'a' * 10**9``, ``x ~ x`` in a loop,
 ``'%999999999d'``. So every call, filter, attribute and growing operator of a template checks the clock and the sizes of
-its operands; the little that can run between two checks is small.
+its operands. One step may still take gigabytes: that is why clients' templates run elsewhere (client_templates.py).
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class TemplateRefused(Exception):
 
 def said(error: BaseException) -> str:
     """Return what a failed template has to say, on one line."""
+    if isinstance(error, MemoryError):
+        return "takes too much memory"
     text = " ".join(str(error).split())
     return text if isinstance(error, TemplateRefused) and text else f"{type(error).__name__}: {text}"
 

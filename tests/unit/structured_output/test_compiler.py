@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from control_plane.bounded_child import frame, read_frame
 from control_plane.structured_output import checker, checker_process, compiler
 from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.structured_output.constraint import Constraint, ConstraintKind
@@ -189,12 +190,10 @@ def test_checker_ends_with_its_parent_also_in_the_middle_of_a_bomb() -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdout:
-        process.stdin.write(
-            checker.frame(vocabulary_of(TEXT).to_dict()) + checker.frame(checker.as_message(regex("a")))
-        )
+        process.stdin.write(frame(vocabulary_of(TEXT).to_dict()) + frame(checker.as_message(regex("a"))))
         process.stdin.flush()
-        assert checker.read_frame(process.stdout) is not None
-        process.stdin.write(checker.frame(checker.as_message(SLOW)))
+        assert read_frame(process.stdout) is not None
+        process.stdin.write(frame(checker.as_message(SLOW)))
         process.stdin.flush()
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
