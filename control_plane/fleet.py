@@ -72,6 +72,7 @@ class Fleet:
         self.share: CallerShare | None = None  # of each caller, where callers are told from each other
         self._entering: Counter[str] = Counter()  # requests of each caller that are being admitted
         self._closed_reason = ""  # said to every engine, those to come too
+        self.closed = asyncio.Event()  # set as soon as there is one
         self._pause: PauseMode | None = None  # likewise
         self._past_queries = self._past_hits = 0  # prefix cache lookups of engines that are gone
         self._listeners: list[Callable[[bool], None]] = []
@@ -345,6 +346,7 @@ class Fleet:
     def close(self, reason: str) -> None:
         """Accept no more requests; those admitted go on."""
         self._closed_reason = self._closed_reason or reason
+        self.closed.set()
         for engine in self._engines():
             engine.close(reason)
 

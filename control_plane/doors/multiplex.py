@@ -35,24 +35,30 @@ class Multiplexer(Generic[Question, Answer]):
         self._open: dict[asyncio.Task[None], int] = {}
         self._open_bytes = 0
         self._has_room = asyncio.Event()
+        self.was_closed = False
 
     @property
     def num_open(self) -> int:
         """Requests that are being answered."""
         return len(self._open)
 
-    async def answers(self, questions: AsyncIterator[Question]) -> AsyncGenerator[Answer, None]:
+    async def answers(
+        self, questions: AsyncIterator[Question], *, closing: asyncio.Event
+    ) -> AsyncGenerator[Answer, None]:
         """Yield all answers, until the last request is answered after the last was read.
 
-        Closing this closes every answer. What reading requests raises is raised here at once.
+        Closing this closes every answer. What reading requests raises is raised here at once. After ``closing`` it ends
+        as soon as all that was read is answered, also if its client may still want something: see ``was_closed``.
         """
         reader = asyncio.create_task(self._read(questions))
+        closer = asyncio.create_task(self._close(closing, reader))
         try:
             while not isinstance(answer := await self._queue.get(), _End):
                 yield answer
-            await reader
+            if not self.was_closed:
+                await reader
         finally:
-            tasks = [reader, *self._open]
+            tasks = [reader, closer, *self._open]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -74,6 +80,15 @@ class Multiplexer(Generic[Question, Answer]):
             await self._queue.put(_End())
             raise
         await self._queue.put(_End())
+
+    async def _close(self, closing: asyncio.Event, reader: asyncio.Task[None]) -> None:
+        await closing.wait()
+        while self._open:
+            await asyncio.wait(self._open)
+        if not reader.done():
+            self.was_closed = True
+            reader.cancel()
+            await self._queue.put(_End())
 
     def _on_answered(self, task: asyncio.Task[None]) -> None:
         self._open_bytes -= self._open.pop(task)

@@ -33,7 +33,7 @@ from control_plane.doors.open_inference_converters import (
 from control_plane.doors.served_model import ServedModel
 from control_plane.doors.tensors import BOOL, BYTES, FP32, UINT32, InferRequest, InferResponse
 from control_plane.generation import Chunk, Event, SampleFinished, Started
-from service_chassis.errors import NotBuilt, QueueFull
+from service_chassis.errors import NotBuilt, NotReady, QueueFull
 from service_chassis.interceptors import as_maniple_error
 
 if TYPE_CHECKING:
@@ -119,9 +119,11 @@ class OpenInferenceDoor(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
                 yield service_pb2.ModelStreamInferResponse(error_message=message, infer_response=last)
 
         multiplexer: Multiplexer[InferRequest, Any] = Multiplexer(answer, size_of=lambda request: request.ByteSize())
-        async with aclosing(multiplexer.answers(requests)) as answers:
+        async with aclosing(multiplexer.answers(requests, closing=self._fleet.closed)) as answers:
             async for one in answers:
                 yield one
+        if multiplexer.was_closed:  # nothing is asked on it now, and the server is not kept up by what might be
+            raise NotReady(f"not accepting requests: {self._fleet.not_ready_reason}")
 
     async def _read(self, request: InferRequest, *, may_stream: bool) -> Wanted:
         def read() -> Wanted:
