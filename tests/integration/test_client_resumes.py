@@ -163,6 +163,31 @@ def test_what_no_resume_can_help_is_the_callers(reason: str) -> None:
         assert len(second.requests) == 1
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+async def test_request_that_nobody_knows_and_that_said_nothing_is_sent_anew(is_async: bool) -> None:
+    # Its owner was killed between the word that it began and the delta that no rank has seen.
+    with running() as first, running() as second:
+        first.generate = broken_after(1, grpc.StatusCode.UNAVAILABLE)
+
+        def unknown(request: object, context: Any) -> Iterator[Response]:
+            end_with(context, grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST")
+            yield from ()
+
+        second.resume = first.resume = unknown
+        second.generate = lambda request, context: answer(WORDS)
+        if is_async:
+            async with AsyncClient([first.address, second.address]) as client:
+                heard = [event async for event in client.generate(prompt="x")]
+        else:
+            with Client([first.address, second.address]) as client:
+                heard = list(client.generate(prompt="x"))
+        assert [type(event).__name__ for event in heard].count("Started") == 1
+        assert "".join(event.text for event in heard if isinstance(event, maniple_client.Chunk)) == WORDS
+        assert [request.request_id for request in (*first.requests, *second.requests)][1:] == ["r-1"] * (
+            len(first.requests) + len(second.requests) - 1
+        )
+
+
 def test_stream_gives_up_after_its_time_with_the_last_error() -> None:
     with running() as only:
         only.generate = broken_after(3, grpc.StatusCode.UNAVAILABLE)

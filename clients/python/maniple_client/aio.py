@@ -108,6 +108,7 @@ class AsyncGenerationStream:
                     error,
                     time.monotonic(),
                     has_started=self.transcript.started is not None,
+                    has_output=bool(self.transcript.samples),
                     can_resume=self.transcript.can_resume and not self._closed,
                 )
                 if attempt is None:
@@ -115,7 +116,11 @@ class AsyncGenerationStream:
                 await asyncio.sleep(attempt.delay_s)
                 if self._closed:
                     raise
-                self._servers.move(attempt.address, self._server)
+                if attempt.starts_over:  # where they know that nobody has it
+                    self._request.request_id = self.request_id
+                    self.transcript.start_over()
+                else:
+                    self._servers.move(attempt.address, self._server)
             self._call = self._open()
 
     async def _read_call(self) -> AsyncIterator[Event]:

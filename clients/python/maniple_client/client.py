@@ -111,11 +111,16 @@ class GenerationStream:
                     error,
                     time.monotonic(),
                     has_started=self.transcript.started is not None,
+                    has_output=bool(self.transcript.samples),
                     can_resume=self.transcript.can_resume and not self._closed.is_set(),
                 )
                 if attempt is None or self._closed.wait(attempt.delay_s):
                     raise
-                self._servers.move(attempt.address, self._server)
+                if attempt.starts_over:  # where they know that nobody has it
+                    self._request.request_id = self.request_id
+                    self.transcript.start_over()
+                else:
+                    self._servers.move(attempt.address, self._server)
             with self._lock:
                 if not self._closed.is_set():
                     self._call = self._open()

@@ -154,6 +154,7 @@ class Transcript:
     started: Started | None = None
     samples: dict[int, Sample] = field(default_factory=dict)
     done: Done | None = None
+    _began_before: bool = False
 
     def add(self, event: Event) -> None:
         match event:
@@ -178,8 +179,16 @@ class Transcript:
         """Whether the server gave the right to resume."""
         return self.started is not None and bool(self.started.resume_token)
 
+    def start_over(self) -> None:
+        """Forget that the request began, since no server knows of it; there is no output to forget."""
+        assert not self.samples
+        self._began_before, self.started = True, None
+
     def news_in(self, event: Event | None) -> Event | None:
         """Return the event unless it was told before: a resumed stream says again what began and what ended."""
+        if isinstance(event, Started) and self._began_before:
+            self.started = event
+            return None
         if isinstance(event, Started) and self.started is not None:
             return None
         if isinstance(event, Finished) and event.index in self.samples and self.samples[event.index].finished:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maniple_client.errors import Aborted, Cancelled, ManipleError, TransportLost, Unavailable
+from maniple_client.errors import Aborted, Cancelled, ManipleError, NotFound, TransportLost, Unavailable
 
 # A control plane that takes over needs about a second after the lease of the dead one lapsed (3 s); a spare answers at
 # once where to go. Adopted requests wait 30 s for their clients.
@@ -21,6 +21,7 @@ class Attempt:
 
     delay_s: float
     address: str = ""
+    starts_over: bool = False  # send the request anew
 
 
 class Recovery:
@@ -43,6 +44,7 @@ class Recovery:
         now: float,
         *,
         has_started: bool,
+        has_output: bool = False,
         can_resume: bool = True,
         may_repeat: bool = False,
     ) -> Attempt | None:
@@ -52,7 +54,8 @@ class Recovery:
             error: with which a call of Generate or Resume ended.
             now: in seconds.
             has_started: the request was in a batch. Before that it may only be sent again where it provably did not
-                run; afterwards never.
+                run; afterwards only if nobody knows of it any more.
+            has_output: something of its output has come.
             can_resume: the server gave the right to resume it: it, or another one, may still have it.
             may_repeat: it does no harm to run it twice, so that it may be sent again whatever became of it.
         """
@@ -60,7 +63,9 @@ class Recovery:
             is_worth_it = isinstance(error, TransportLost | Unavailable | Aborted)
         else:
             is_worth_it = can_resume and self._may_resume(error) if has_started else self._may_send_again(error)
-        if not is_worth_it:
+        # Its owner was killed after it had said that the request began, and before any rank had heard of it.
+        starts_over = has_started and can_resume and not has_output and _is_unknown(error)
+        if not (is_worth_it or starts_over):
             return None
         if self._broken_since is None:
             self._broken_since = now
@@ -69,7 +74,7 @@ class Recovery:
         address = error.metadata.get("owner_address", "")
         delay_s = self._delay_s
         self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
-        return Attempt(delay_s, address)
+        return Attempt(delay_s, address, starts_over)
 
     @staticmethod
     def _may_resume(error: ManipleError) -> bool:
@@ -85,6 +90,10 @@ class Recovery:
         if isinstance(error, TransportLost):
             return _NEVER_SENT in error.message
         return isinstance(error, Unavailable) or _was_dropped(error)
+
+
+def _is_unknown(error: ManipleError) -> bool:
+    return isinstance(error, NotFound) and error.reason == "UNKNOWN_REQUEST"
 
 
 def _was_dropped(error: ManipleError) -> bool:
