@@ -26,7 +26,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="maniple status",
         description="Say what a server is doing: model, groups, epoch, step, requests, blocks, rates.",
-        epilog="Exit code 0: the server accepts requests; 1: it does not, or nobody answers.\n\n"
+        epilog="Exit code 0: the server accepts requests; 1: it does not, or only passes them on as a spare, or\n"
+        "nobody answers.\n\n"
         "Examples:\n  maniple status\n  maniple status --watch\n  maniple status --json | jq .groups[0].step",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
