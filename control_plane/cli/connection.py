@@ -135,7 +135,10 @@ def report(command: str, error: ManipleError, address: str) -> int:
     """Say why a call failed and what may help; return the exit code."""
     print(f"{command}: {error.message}", file=sys.stderr)
     if isinstance(error, TransportLost):
-        print(f"Is a server running on {address}? `{command_name()} serve` starts one.", file=sys.stderr)
+        print(
+            f"Is a server running on {address}? `{command_name()} serve` starts one. One with TLS needs --tls-ca.",
+            file=sys.stderr,
+        )
     elif error.retry_after_s is not None:
         print(f"Try again in {error.retry_after_s:g} s.", file=sys.stderr)
     elif error.incident_id:
