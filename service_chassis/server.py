@@ -13,6 +13,7 @@ import grpc
 
 from service_chassis.errors import ConfigurationError
 from service_chassis.interceptors import error_interceptors
+from service_chassis.surviving_server import SurvivingServer
 from service_chassis.tls import ServerTls
 
 ChannelOptions = list[tuple[str, int]]
@@ -50,7 +51,7 @@ def make_server(
     max_concurrent_streams: int = 0,
 ) -> grpc.aio.Server:
     """Return a server with our options and error interceptors; ``interceptors`` run inside those."""
-    return grpc.aio.server(
+    return SurvivingServer(
         interceptors=[*error_interceptors(max_message_bytes), *interceptors],
         options=server_options(max_message_bytes, max_concurrent_streams=max_concurrent_streams),
     )

@@ -71,14 +71,16 @@ def configure_logging(
     )
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Tell what grpc may log. It reports as errors the statuses that it could not send, since the call was over.
+# The call was over when its status was sent: the client went away, or its deadline passed, in the moment before. What a
+# handler of ours was refused in such a moment, it hears itself (service_chassis/interceptors.py).
+# A header was no text: it is a client's, and may be a token.
+_NOT_WORTH_A_LINE = {"ExecuteBatchError", "UnicodeDecodeError"}
 
-    Its client went away, or its deadline passed, in the moment before: nobody must look. What a handler of ours was
-    refused in such a moment, it hears itself (service_chassis/interceptors.py).
-    """
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Tell what of grpc's own errors is logged: not those of clients, since an error is for somebody to look at."""
     kind = record.exc_info[0] if record.exc_info else None
-    return kind is None or kind.__name__ != "ExecuteBatchError"
+    return kind is None or kind.__name__ not in _NOT_WORTH_A_LINE
 
 
 def get_logger(**facts: object) -> FilteringBoundLogger:

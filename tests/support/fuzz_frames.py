@@ -18,17 +18,20 @@ def frame(kind: int, flags: int, stream_id: int, body: bytes = b"") -> bytes:
     return struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream_id) + body
 
 
-def _headers(path: str, *more: tuple[str, str]) -> bytes:
-    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers")]
-    fields += [("content-type", "application/grpc"), *more]
-    block = b""
-    for name, value in fields:  # literal, neither indexed nor compressed
-        block += b"\x00" + _text(name) + _text(value)
-    return block
+def settings_frame() -> bytes:
+    """Return how a client begins a connection."""
+    return _PREFACE + frame(_SETTINGS, 0, 0)
 
 
-def _text(text: str) -> bytes:
-    raw = text.encode()
+def headers_frame(path: bytes, *more: tuple[bytes, bytes], flags: int = _END_HEADERS) -> bytes:
+    """Return how a client begins the first call of a connection."""
+    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"x")]
+    fields += [(b"te", b"trailers"), (b"content-type", b"application/grpc"), *more]
+    # Literal, neither indexed nor compressed.
+    return frame(_HEADERS, flags, 1, b"".join(b"\x00" + _counted(name) + _counted(value) for name, value in fields))
+
+
+def _counted(raw: bytes) -> bytes:
     assert len(raw) < 127
     return bytes([len(raw)]) + raw
 
@@ -39,10 +42,18 @@ def _message(body: bytes, *, said_length: int | None = None, compressed: int = 0
 
 def _one(rng: Random, paths: Sequence[str], good: bytes) -> bytes:
     """Return what one connection says after its settings."""
-    path = rng.choice(paths)
-    more = rng.choice(((), (("grpc-timeout", rng.choice(("1S", "0n", "-5S", "99999999999H", "x"))),)))
-    more += rng.choice(((), (("grpc-encoding", rng.choice(("gzip", "identity", "zstd"))),)))
-    begin = frame(_HEADERS, _END_HEADERS, 1, _headers(path, *more))
+    path = rng.choice(paths).encode()
+    if rng.random() < 0.05:
+        at = rng.randrange(len(path))
+        path = path[:at] + rng.choice((b"\xae", b"\xff\xfe", b"\x00", b"\xc3\xa9", b"%")) + path[at + 1 :]
+    more: list[tuple[bytes, bytes]] = []
+    if rng.random() < 0.5:
+        more.append((b"grpc-timeout", rng.choice((b"1S", b"0n", b"-5S", b"99999999999H", b"x"))))
+    if rng.random() < 0.5:
+        more.append((b"grpc-encoding", rng.choice((b"gzip", b"identity", b"zstd"))))
+    if rng.random() < 0.2:
+        more.append((b"authorization", rng.choice((b"Bearer \xff\xae", b"Bearer", b"\xc3\xa9", b""))))
+    begin = headers_frame(path, *more)
     whole = _message(good)
     match rng.randrange(12):
         case 0:  # ends in the middle of a message
@@ -53,7 +64,7 @@ def _one(rng: Random, paths: Sequence[str], good: bytes) -> bytes:
         case 2:  # says that it is compressed
             return begin + frame(_DATA, _END_STREAM, 1, _message(good, compressed=rng.choice((1, 2, 255))))
         case 3:  # no message at all
-            return frame(_HEADERS, _END_HEADERS | _END_STREAM, 1, _headers(path, *more))
+            return headers_frame(path, *more, flags=_END_HEADERS | _END_STREAM)
         case 4:  # two, or more, where one is wanted
             return begin + frame(_DATA, _END_STREAM, 1, whole * rng.choice((2, 50)))
         case 5:  # reset in the middle
@@ -86,7 +97,7 @@ async def _say(address: str, said: bytes, rng: Random) -> None:
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         if rng.random() < 0.95:
-            writer.write(_PREFACE + frame(_SETTINGS, 0, 0))
+            writer.write(settings_frame())
         writer.write(said)
         await writer.drain()
         async with asyncio.timeout(rng.choice((0.01, 0.1, 0.3))):

@@ -36,6 +36,11 @@ def test_status_that_grpc_could_not_send_is_no_line(log: io.StringIO) -> None:
     assert log.getvalue() == ""
 
 
+def test_header_that_is_no_text_is_no_line(log: io.StringIO) -> None:
+    report(UnicodeDecodeError("utf-8", b"Bearer \xff", 7, 8, "invalid start byte"))
+    assert log.getvalue() == ""
+
+
 def test_anything_else_that_grpc_reports_is_logged(log: io.StringIO) -> None:
     report(ValueError("surprise"))
     logging.getLogger("grpc._cython.cygrpc").error("no exception at all")
