@@ -208,8 +208,11 @@ class Steps:
             return  # unnumbered and stale: dropped
         self._ownership.heard(time.monotonic())
         if which == "goodbye":
-            get_logger().info("owner.left", epoch=request.epoch, goodbye=Goodbye.Kind.Name(request.goodbye.kind))
-            self._on_goodbye(request.goodbye.kind)
+            kind = request.goodbye.kind
+            if kind not in Goodbye.Kind.values():
+                raise InvalidParameter("goodbye.kind", kind, f"must be one of {', '.join(Goodbye.Kind.keys())}")
+            get_logger().info("owner.left", epoch=request.epoch, goodbye=Goodbye.Kind.Name(kind))
+            self._on_goodbye(kind)
             stream.end()
         elif which == "sample_input":
             self._take_sample_input(request.sample_input)

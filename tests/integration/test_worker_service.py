@@ -247,6 +247,19 @@ async def test_release_drops_the_batch_and_keeps_the_weights(tmp_path: Path) -> 
         assert time.monotonic() - began < 0.25  # nothing was loaded again
 
 
+async def test_goodbye_of_an_unknown_kind_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    async with worker_process(tmp_path) as worker:
+        await worker.make_ready()
+        steps, _ = await worker.open()
+        # Kinds of a later protocol are sent as their number; proto3 lets any through.
+        await steps.send(goodbye=Goodbye(kind=-(2**31)))  # type: ignore[arg-type]
+        refusal = await steps.end()
+        assert refusal is not None
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER")
+        assert refusal.message.startswith("goodbye.kind=-2147483648: ")
+        await worker.open()  # still the same owner's
+
+
 async def test_shutdown_ends_the_process_in_order(tmp_path: Path) -> None:
     async with worker_process(tmp_path) as worker:
         await worker.make_ready()
