@@ -63,7 +63,20 @@ def _generate(rng: Random) -> GenerateRequest:
 
 def _structured(rng: Random) -> GenerateRequest:
     request = _generate(rng)
-    request.sampling.structured_output.SetInParent()
+    constraint = request.sampling.structured_output
+    match rng.randrange(6):
+        case 0:
+            constraint.json_schema = '{"type": "object", "properties": {"a": {"enum": [1, "x"]}}, "required": ["a"]}'
+        case 1:
+            constraint.json_object = True
+        case 2:
+            constraint.regex = "[a-z]{1,3}(x|y)+"
+        case 3:
+            constraint.grammar = rng.choice(('root ::= "a" | root "b"', "start: /x+/ start | /y/"))
+        case 4:
+            constraint.choice.options.extend(["yes", "no"])
+        case _:
+            constraint.structural_tag = '{"structures": [], "triggers": []}'
     return request
 
 
@@ -135,6 +148,7 @@ class Served:
         """One request gets its known tokens, and nothing else is left running."""
         assert self.process.process.poll() is None, f"it ended with {self.process.process.poll()}"
         try:
+            await self._listens()
             async with Caller(self.process) as caller, asyncio.timeout(30):
                 while True:
                     (group,) = (await caller.status()).groups
@@ -151,6 +165,11 @@ class Served:
         assert "Traceback" not in said, said[-3000:]
         longest = max(said.splitlines(), key=len, default="")
         assert len(longest) < MAX_LOG_LINE, f"{len(longest)} characters in a line of the log: {longest[:2000]}"
+
+    async def _listens(self) -> None:
+        """Wait through the moment in which a server listens anew, see surviving_server.py."""
+        async with asyncio.timeout(2), grpc.aio.insecure_channel(self.address) as channel:
+            await channel.channel_ready()
 
     async def put_right(self, case: Case) -> None:
         """Undo what an operator's call was meant to do."""
