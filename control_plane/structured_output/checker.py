@@ -15,7 +15,7 @@ import numpy as np
 
 from control_plane.bounded_child import answer_frames, limit_memory, read_frame, run_child
 from control_plane.structured_output.constraint import BadConstraint, Constraint, ConstraintKind
-from control_plane.structured_output.grammar_text import grammar_text
+from control_plane.structured_output.grammar_text import grammar_text, spells_one_of, without_forcing
 from control_plane.structured_output.vocabulary import Vocabulary, new_matcher
 
 CPU_S = 5  # for one grammar
@@ -34,17 +34,21 @@ class Checker:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._tokenizer = vocabulary.build()
+        self._special_texts = vocabulary.special_texts()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return ``grammar`` and ``num_bytes`` of memory that it took, or ``rule`` with ``where`` and ``value``."""
         kind, options = ConstraintKind(question["kind"]), tuple(question["options"])
         before = _resident_bytes()
+        constraint = Constraint(kind, question["text"], options)
         try:
-            grammar = grammar_text(Constraint(kind, question["text"], options))
+            grammar = grammar_text(constraint)
         except BadConstraint as error:
             return {"rule": error.rule, "where": error.where, "value": repr(error.value) if error.where else None}
         except UnicodeEncodeError:  # JSON can say halves of characters
             return {"rule": "must be Unicode text: \\ud800 to \\udfff come in pairs"}
+        if spells_one_of(constraint, self._special_texts):
+            grammar = without_forcing(grammar)
         matcher = new_matcher(self._tokenizer, grammar)
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8) if not matcher.is_error() else None
         fault = matcher.get_error() if matcher.is_error() else ""

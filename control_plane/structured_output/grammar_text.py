@@ -6,7 +6,7 @@ What llguidance does not support it names when it compiles; here is refused what
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -22,6 +22,38 @@ _GBNF_DEFINES = "::="
 def grammar_text(constraint: Constraint) -> str:
     """Return the grammar of a constraint. Raises ``BadConstraint``; may take its time over hostile text."""
     return _WRITERS[constraint.kind](constraint)
+
+
+def spells_one_of(constraint: Constraint, texts: Iterable[str]) -> bool:
+    """Whether an output may have to hold one of ``texts``. Errs on the side of yes."""
+    said = "\n".join((constraint.text, *constraint.options))
+    bare = said.replace("\\", "")  # as regular expressions and JSON may write it
+    return "\\u" in said or "\\x" in said or any(text in said or text in bare for text in texts)
+
+
+def without_forcing(grammar: str) -> str:
+    """Return a grammar whose text may be spelled with any tokens, where only one text is possible too.
+
+    There the library allows the tokens of its own spelling alone. Of the text of a special token that is the special
+    token, which it then refuses, since it stands for no text.
+    """
+    if not grammar.lstrip().startswith("{"):
+        return _unforced(grammar)
+    try:
+        wanted = json.loads(grammar)
+        for one in wanted["grammars"]:
+            if one.get("json_schema") is not None:
+                one["lark_grammar"] = f"start: %json {json.dumps(one.pop('json_schema'))}"
+            one["lark_grammar"] = _unforced(one["lark_grammar"])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return grammar  # a client's own, in the library's form or in none: the library has the word
+    return json.dumps(wanted)
+
+
+def _unforced(lark: str) -> str:
+    lark = lark.removeprefix("%llguidance {}\n")
+    # Whoever sets options himself has what he asked for.
+    return lark if "%llguidance" in lark else f'%llguidance {{"no_forcing": true}}\n{lark}'
 
 
 def _json_schema(constraint: Constraint) -> str:

@@ -6,6 +6,7 @@ passes here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -29,6 +30,11 @@ class Vocabulary:
     def build(self) -> LLTokenizer:
         """Return the library's form. Takes seconds for the largest vocabularies, and holds the interpreter's lock."""
         return LLTokenizer(self.tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos_ids))
+
+    def special_texts(self) -> tuple[str, ...]:
+        """Return how special tokens are written where somebody shows them."""
+        added = json.loads(self.tokenizer_json).get("added_tokens") or ()
+        return tuple(token["content"] for token in added if token.get("special") and token["content"])
 
     def to_dict(self) -> dict[str, object]:
         """Return what ``from_dict`` reads."""

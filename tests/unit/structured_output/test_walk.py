@@ -10,6 +10,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from control_plane.generation import SamplingChoice
+from control_plane.structured_output.checker import Checker, as_message
 from control_plane.structured_output.constraint import Constraint, ConstraintKind
 from control_plane.structured_output.grammar_text import grammar_text
 from control_plane.structured_output.mask_rules import mask_rules
@@ -42,6 +43,32 @@ def after(one: Walk, text: str = "") -> set[int]:
     Pace().advance([(one, list(text.encode()))])
     assert not one.fault
     return ids(one.mask)
+
+
+@pytest.mark.parametrize("text", ["<|user|>", "<|end|>"])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("choice", "{}"),
+        ("json_schema", '{{"const": "{}"}}'),
+        ("json_schema", '{{"type": "string", "pattern": "^\\u003c\\\\|(end|user)\\\\|>$"}}'),
+        ("regex", "{}"),
+        ("grammar", 'start: "{}"'),
+        ("grammar", 'root ::= "{}"'),
+        ("structural_tag", '{{"format": {{"type": "const_string", "value": "{}"}}}}'),
+    ],
+)
+def test_text_of_a_special_token_is_written_with_ordinary_ones(kind: str, says: str, text: str) -> None:
+    said = says.format(text.replace("|", "\\|") if kind == "regex" else text)
+    constraint = Constraint(ConstraintKind(kind), *(("", (said,)) if kind == "choice" else (said,)))
+    checker = Checker(vocabulary_of(load_model_text("scripted")))
+    grammar = checker.answer(as_message(constraint))["grammar"]
+    rules = mask_rules(SamplingChoice(eos_ids=EOS), 260)
+    one = Walk(new_matcher(tokenizer(), grammar), -(-260 // 32), rules)
+    output = f'"{text}"' if kind == "json_schema" else text
+    for place in range(len(output)):
+        assert ord(output[place]) in after(one, output[place - 1 : place])
+    assert after(one, output[-1]) == {END}
 
 
 OPTIONS = ("yes", "yesterday", "no", "né")
