@@ -16,6 +16,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor
 LogFormat = Literal["auto", "json", "console"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "json", "console")
+MAX_FACT_CHARS = 2000
 
 
 def configure_logging(
@@ -40,6 +41,7 @@ def configure_logging(
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if console else "iso", utc=not console),
+        _bounded,
     ]
     final: list[Processor]
     if console:
@@ -69,6 +71,14 @@ def configure_logging(
         logger_factory=lambda *args: logging.getLogger(args[0] if args else "maniple"),
         cache_logger_on_first_use=False,
     )
+
+
+def _bounded(logger: object, method: str, event: EventDict) -> EventDict:
+    """Cut long facts: names and ids are often a peer's own words, and a line must not be as long as a peer likes."""
+    for key, value in event.items():
+        if isinstance(value, str) and len(value) > MAX_FACT_CHARS:
+            event[key] = f"{value[:MAX_FACT_CHARS]}… ({len(value)} characters)"
+    return event
 
 
 # The call was over when its status was sent: the client went away, or its deadline passed, in the moment before. What a

@@ -1,15 +1,16 @@
-"""What is logged of what grpc reports."""
+"""What is logged of what grpc reports, and how much of what a peer says."""
 
 from __future__ import annotations
 
 import io
+import json
 import logging
 from collections.abc import Iterator
 
 import pytest
 from grpc._cython import cygrpc
 
-from service_chassis.telemetry import configure_logging
+from service_chassis.telemetry import MAX_FACT_CHARS, configure_logging, get_logger
 
 
 @pytest.fixture
@@ -46,3 +47,13 @@ def test_anything_else_that_grpc_reports_is_logged(log: io.StringIO) -> None:
     logging.getLogger("grpc._cython.cygrpc").error("no exception at all")
     assert "surprise" in log.getvalue()
     assert "no exception at all" in log.getvalue()
+
+
+def test_fact_of_any_length_makes_a_line_of_bounded_length(log: io.StringIO) -> None:
+    get_logger().warning("group.formed", formation_id="é" * 70_000, rank=1)
+    logging.getLogger("other").error("x" * 70_000)
+    first, second = log.getvalue().splitlines()
+    said = json.loads(first)
+    assert said["formation_id"] == "é" * MAX_FACT_CHARS + "… (70000 characters)"
+    assert (said["event"], said["rank"]) == ("group.formed", 1)
+    assert len(second) < MAX_FACT_CHARS + 300
