@@ -71,7 +71,8 @@ async def supervise(config: WorkerConfig) -> int:
 
 
 def _on_exit(ends: asyncio.Queue[int | signal.Signals], rank: int, cause: str, log_tail: tuple[str, ...]) -> None:
-    log.warning("rank.ended", rank=rank, reason=cause)
+    tell = log.info if cause == "exit code 0" else log.warning  # in good order: its owner or the operator wanted it
+    tell("rank.ended", rank=rank, reason=cause)
     ends.put_nowait(rank)
 
 

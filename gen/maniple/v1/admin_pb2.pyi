@@ -201,7 +201,9 @@ class GetStatusResponse(_message.Message):
     uptime_s: _builtins.float
     """Seconds since it started."""
     ready: _builtins.bool
-    """Whether new requests are accepted."""
+    """Whether this control plane's own groups accept new requests. A spare owns none: it says no here, and passes requests
+    on to an owner all the same, which its health tells.
+    """
     not_ready_reason: _builtins.str
     """Why not."""
     prompt_tokens_per_s: _builtins.float
