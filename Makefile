@@ -27,7 +27,7 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test clients fuzz serve setup lint gen check-gen breaking bench-serve bench-steps bench-faults soak clean
+.PHONY: help demo test clients fuzz serve setup lint gen check-gen breaking bench-serve bench-steps bench-faults soak kernels-aot clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -85,6 +85,9 @@ bench-faults: $(STAMP) ## what clients notice of faults, and for how long; BENCH
 
 soak: $(STAMP) ## ten minutes of random faults under load; BENCH_ARGS="--duration-s 60" for a short one
 	@$(BIN)/python bench/soak.py $(BENCH_ARGS)
+
+kernels-aot: $(STAMP) ## compile every Triton kernel in every configuration, without a GPU, and print what each needs
+	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m maniple_kernels.gpu.aot --all $(BENCH_ARGS)
 
 clean: ## remove .venv and caches (not the fetched models)
 	rm -rf clients/{go,java,cpp}/build clients/go/gen clients/node/node_modules
