@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from service_chassis.errors import InternalError, InvalidParameter, ManipleError
 from service_chassis.telemetry import get_logger
@@ -116,10 +117,13 @@ def readable(request: Any) -> Any:
 
 
 async def _readable_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        if isinstance(request, _Unreadable):
-            raise request.error
-        yield request
+    try:
+        async for request in requests:
+            if isinstance(request, _Unreadable):
+                raise request.error
+            yield request
+    except cygrpc._ServerStoppedError:
+        return  # raised where our own server stops while a stream is read: nothing more comes, as from a lost client
 
 
 def checked_deserializer(deserialize: Deserializer, max_message_bytes: int) -> Deserializer:

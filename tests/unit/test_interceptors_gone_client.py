@@ -8,9 +8,10 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
 
 from service_chassis.errors import DeadlineExceeded
-from service_chassis.interceptors import StreamErrorInterceptor, UnaryErrorInterceptor
+from service_chassis.interceptors import StreamErrorInterceptor, UnaryErrorInterceptor, readable
 
 
 class GoneContext:
@@ -60,3 +61,11 @@ async def test_unary_whose_client_is_gone_ends_as_cancelled() -> None:
     handler = await answer_of(UnaryErrorInterceptor(1000), grpc.unary_unary_rpc_method_handler(fails))
     with pytest.raises(asyncio.CancelledError):
         await handler.unary_unary(object(), GoneContext())
+
+
+async def test_stream_of_requests_ends_where_our_own_server_stops() -> None:
+    async def requests() -> AsyncIterator[bytes]:
+        yield b"first"
+        raise cygrpc._ServerStoppedError("Server already stopped.")
+
+    assert [request async for request in readable(requests())] == [b"first"]
