@@ -613,6 +613,8 @@ class Engine:
         if live is None:
             return False
         self._scheduler.finish(request_id, reason)
+        # Its id may be somebody else's before these are told.
+        self._outputs = [output for output in self._outputs if output.request.request_id != request_id]
         if (reading := self._read_elsewhere.pop(request_id, None)) is not None:
             reading.cancel()  # which ends it there
         if error is None:

@@ -199,6 +199,9 @@ def _progress_bar(progress: Progress) -> Any:
     """Return a bar class for the hub client that draws nothing and passes bytes on."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+    # Files come in several threads, and the total grows while they are found: what was told is not taken back.
+    lock, told = threading.Lock(), [0.0]
+
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
@@ -207,7 +210,9 @@ def _progress_bar(progress: Progress) -> Any:
             drawn: bool | None = super().update(n)
             if self.unit == "B" and self.total:
                 detail = f"{int(self.n) >> 20} of {int(self.total) >> 20} MiB"
-                progress("fetch", min(self.n / self.total, 1.0), detail)
+                with lock:
+                    told[0] = max(told[0], min(self.n / self.total, 1.0))
+                    progress("fetch", told[0], detail)
             return drawn
 
     return Bar

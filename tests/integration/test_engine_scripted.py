@@ -14,6 +14,7 @@ import pytest
 
 from control_plane.engine import Engine
 from control_plane.generation import Chunk, FinishReason, Generation
+from control_plane.scheduling.plan import SampleOutput
 from service_chassis.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -158,6 +159,19 @@ async def test_a_request_gets_its_solo_tokens_when_its_id_was_aborted_in_the_sam
         first = await engine.generate(generation("R", [7] * 9, max_tokens=50))
         while not isinstance(await anext(first), Chunk):
             pass
+        engine.abort(RequestId("R"))
+        assert (await collect(await engine.generate(second))).token_ids == expected
+
+
+async def test_tokens_on_their_way_to_an_aborted_request_do_not_reach_the_next_of_its_id() -> None:
+    second = generation("R", [40, 41, 42, 43, 44], max_tokens=12)
+    expected = (await solo([second]))["R"].token_ids
+    async with running_engine(scripted(step_time_s=0.002), **TINY) as engine:
+        first = await engine.generate(generation("R", [7] * 9, max_tokens=50))
+        while not isinstance(await anext(first), Chunk):
+            pass
+        request = next(one for one in engine._scheduler.requests() if one.request_id == "R")
+        engine._outputs.append(SampleOutput(request, 0, (7,)))  # applied, and told after the next plan
         engine.abort(RequestId("R"))
         assert (await collect(await engine.generate(second))).token_ids == expected
 
