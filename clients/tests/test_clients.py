@@ -88,7 +88,7 @@ def status(target: str) -> admin_pb2.GetStatusResponse:
 
 def counted(target: str, *, num_running: int = 0, num_waiting: int = 0) -> None:
     """Wait until so much runs and waits; nothing, unless said otherwise."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0
     while True:
         groups = status(target).groups
         counts = (sum(one.num_running for one in groups), sum(one.num_waiting for one in groups))
@@ -279,9 +279,7 @@ def test_program_comes_again_when_the_queue_was_full(program: Program, full_queu
 def lost_group(programs: list[Program]) -> dict[str, Run]:
     """The only rank is killed while they stream; the group is formed anew."""
     with serving("--model", MODEL, "--executor", "mp", "--num-threads", "1") as server:
-        runs = _started(programs, server.address, 150)
-        for run in runs.values():
-            run.until(lambda one: len(one.token_ids()) >= 20, "twenty tokens")
+        runs = _begun_together(programs, server.address, server.address, 150)
         (rank,) = status(server.address).groups[0].ranks
         os.kill(rank.pid, signal.SIGKILL)
         for run in runs.values():
@@ -316,9 +314,7 @@ def killed_owner(programs: list[Program], tmp_path_factory: pytest.TempPathFacto
                 planes.append(ServeProcess([*words, "--listen", address], verb="control-plane"))
                 # The first one owns the group, the second one waits for it.
                 planes[-1].hear(StageProgress if planes[1:] else Ready)
-            runs = _started(programs, ",".join(addresses), 300)
-            for run in runs.values():
-                run.until(lambda one: len(one.token_ids()) >= 20, "twenty tokens")
+            runs = _begun_together(programs, ",".join(addresses), addresses[0], 300)
             planes[0].signal(signal.SIGKILL)
             for run in runs.values():
                 run.wait()
@@ -361,6 +357,18 @@ def test_program_takes_a_reset_by_a_proxy_for_a_lost_connection(
 
 def _number(program: Program) -> int:
     return 50 + NAMES.index(program.name)
+
+
+def _begun_together(programs: Sequence[Program], target: str, owner: str, num_tokens: int) -> dict[str, Run]:
+    """Have all requests begin at once, since a busy machine starts programs seconds apart; return at twenty tokens."""
+    with Client(owner) as client:
+        client.admin.pause("keep")
+        runs = _started(programs, target, num_tokens)
+        counted(owner, num_waiting=len(programs))
+        client.admin.resume()
+    for run in runs.values():
+        run.until(lambda one: len(one.token_ids()) >= 20, "twenty tokens")
+    return runs
 
 
 def _started(programs: Sequence[Program], target: str, num_tokens: int, *more: str) -> dict[str, Run]:
