@@ -689,14 +689,13 @@ class Engine:
             return False
         self._has_failed = True
         self._wake.set()
-        is_free = await self._group.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_HANDOVER)
-        address = "" if self.is_idle else await next_owner.address(within_s=SPARE_WITHIN_S)
-        where = {"owner_address": address} if address else {}
-        for live in self._live:
-            if live.started_at is None or live.generation.pooling is not None:  # a vector is nowhere before it is whole
-                self._end(live, NotReady("the control plane hands over to another", metadata=where), frees_id=True)
-            elif live.stream is None or live.generation.client_resumes:
-                self._end(live, TakenOver("the control plane handed the group over", metadata=where))
+        try:
+            is_free = await self._group.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_HANDOVER)
+            address = "" if self.is_idle else await next_owner.address(within_s=SPARE_WITHIN_S)
+        except asyncio.CancelledError:  # a second signal; what runs goes on all the same, at whoever comes next
+            self._tell_that_they_are_elsewhere("")
+            raise
+        self._tell_that_they_are_elsewhere(address)
         try:
             async with asyncio.timeout(next_owner.settings.drain_timeout_s), asyncio.TaskGroup() as readings:
                 for live in self._live:
@@ -705,6 +704,15 @@ class Engine:
         except TimeoutError:
             self.abort_all()
         return is_free
+
+    def _tell_that_they_are_elsewhere(self, address: str) -> None:
+        """End what a client can go on with by itself at the next owner, or never began."""
+        where = {"owner_address": address} if address else {}
+        for live in self._live:
+            if live.started_at is None or live.generation.pooling is not None:  # a vector is nowhere before it is whole
+                self._end(live, NotReady("the control plane hands over to another", metadata=where), frees_id=True)
+            elif live.stream is None or live.generation.client_resumes:
+                self._end(live, TakenOver("the control plane handed the group over", metadata=where))
 
     async def _read_on(self, live: LiveRequest, next_owner: NextOwner) -> None:
         try:
