@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from control_plane.engine import Engine
 from control_plane.generation import Chunk, FinishReason, Generation
+from control_plane.handover import HandoverSettings, NextOwner
 from control_plane.scheduling.plan import SampleOutput
 from service_chassis.errors import (
     Cancelled,
@@ -22,6 +24,7 @@ from service_chassis.errors import (
     InternalError,
     InvalidParameter,
     QueueFull,
+    TakenOver,
 )
 from service_chassis.ids import RequestId
 from support.engine_harness import END, Collected, collect, generation, running_engine, scripted
@@ -174,6 +177,28 @@ async def test_tokens_on_their_way_to_an_aborted_request_do_not_reach_the_next_o
         engine._outputs.append(SampleOutput(request, 0, (7,)))  # applied, and told after the next plan
         engine.abort(RequestId("R"))
         assert (await collect(await engine.generate(second))).token_ids == expected
+
+
+async def test_client_is_told_to_go_on_elsewhere_when_the_handover_is_cut_short() -> None:
+    async with running_engine(scripted(step_time_s=0.002), **TINY) as engine:
+        stream = await engine.generate(replace(generation("R", [7] * 9, max_tokens=50), client_resumes=True))
+        while not isinstance(await anext(stream), Chunk):
+            pass
+        has_gone = asyncio.Event()
+
+        async def ask() -> str:
+            has_gone.set()  # the goodbye was said
+            await asyncio.Event().wait()
+            return ""
+
+        settings = HandoverSettings(step_timeout_s=5, resume_grace_s=5, drain_timeout_s=5)
+        leaving = asyncio.create_task(engine.leave_to_next(NextOwner(ask, None, settings)))  # type: ignore[arg-type]
+        await asyncio.wait_for(has_gone.wait(), 10)
+        leaving.cancel()  # by a second signal
+        await asyncio.gather(leaving, return_exceptions=True)
+        engine.abort_all()
+        with pytest.raises(TakenOver):
+            await collect(stream)
 
 
 async def test_the_first_is_unaffected_when_a_second_request_has_its_id() -> None:
