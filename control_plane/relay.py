@@ -8,7 +8,7 @@ be the owner refuse it instead of handing it to and fro.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
@@ -17,6 +17,7 @@ import grpc
 from service_chassis.auth import RELAYED_CALLER_KEY, RELAYED_KEY, current_caller
 from service_chassis.channels import Connection
 from service_chassis.errors import Cancelled
+from service_chassis.method_handlers import Continuation
 from service_chassis.telemetry import get_logger
 from service_chassis.tls import ClientTls
 from service_chassis.watched_files import WatchedFiles
@@ -27,7 +28,6 @@ _PASSED_ON = ("traceparent", "tracestate", "authorization")
 _DETAILS_KEY = "grpc-status-details-bin"
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
 
 
 class KnowsOwner(Protocol):

@@ -6,7 +6,7 @@ forgets to think about is closed. Who the caller is, handlers learn from ``curre
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import grpc
 
 from service_chassis.callers import CERTIFICATE_PREFIX, INFERENCE, RELAY, Caller, Callers, TokenRefused
 from service_chassis.errors import ManipleError, PermissionDenied, Unauthenticated
+from service_chassis.method_handlers import Continuation, behaviour_of, maker_like
 from service_chassis.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ RELAYED_CALLER_KEY = "maniple-relayed-caller-bin"  # whom it authenticated by a 
 
 Metadata = Sequence[tuple[str, str | bytes]]
 Context = grpc.aio.ServicerContext[Any, Any]
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
 
 NOBODY = Caller(identity="", scopes=frozenset())
 _caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
@@ -201,11 +201,7 @@ def _refusing(handler: grpc.RpcMethodHandler[Any, Any], error: ManipleError) -> 
 def _checked(
     handler: grpc.RpcMethodHandler[Any, Any], caller_of: Callable[[Context], Caller]
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    behaviour: Any = (
-        (handler.stream_stream if handler.request_streaming else handler.unary_stream)
-        if handler.response_streaming
-        else (handler.stream_unary if handler.request_streaming else handler.unary_unary)
-    )
+    behaviour = behaviour_of(handler)
 
     # No coroutine: what the handler returns, a generator or something to await, is the error interceptors' to run.
     def answer(request: Any, context: Context) -> Any:
@@ -218,13 +214,7 @@ def _checked(
 def _of_kind(
     handler: grpc.RpcMethodHandler[Any, Any], answer: Callable[[Any, Any], Any], *, parsed: bool
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    make: Callable[..., grpc.RpcMethodHandler[Any, Any]] = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    return make(
+    return maker_like(handler)(
         answer,
         request_deserializer=handler.request_deserializer if parsed else None,
         response_serializer=handler.response_serializer,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,12 +22,12 @@ from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from service_chassis.errors import InternalError, InvalidParameter, ManipleError
+from service_chassis.method_handlers import Continuation, behaviour_of, maker_like
 from service_chassis.telemetry import get_logger
 
 # Handlers are generic over protobuf types that grpc itself does not know; Any is honest here.
 Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Any]
 Deserializer = Callable[[bytes], Any]
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _DETAILS_KEY = "grpc-status-details-bin"  # where every language's grpc status library looks for google.rpc.Status
@@ -58,7 +58,7 @@ class UnaryErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or handler.response_streaming:
             return handler
         method = handler_call_details.method
-        behaviour: Handler = handler.stream_unary if handler.request_streaming else handler.unary_unary  # type: ignore[assignment]
+        behaviour = behaviour_of(handler)
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
@@ -84,7 +84,7 @@ class StreamErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or not handler.response_streaming:
             return handler
         method = handler_call_details.method
-        behaviour: Handler = handler.stream_stream if handler.request_streaming else handler.unary_stream  # type: ignore[assignment]
+        behaviour = behaviour_of(handler)
 
         # Writes by itself instead of yielding: a cancellation that arrives during a write is then raised here, and the
         # handler's generator is closed at once, not when the collector finds it. What it holds (rows, blocks) goes.
@@ -146,14 +146,8 @@ def checked_deserializer(deserialize: Deserializer, max_message_bytes: int) -> D
 def _rebuilt(
     handler: grpc.RpcMethodHandler[Any, Any], answer: Handler, max_message_bytes: int
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    make: Callable[..., grpc.RpcMethodHandler[Any, Any]] = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
     deserialize = handler.request_deserializer
-    return make(
+    return maker_like(handler)(
         answer,
         request_deserializer=checked_deserializer(deserialize, max_message_bytes) if deserialize else None,
         response_serializer=handler.response_serializer,

@@ -12,6 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from maniple.v1 import worker_pb2
 from service_chassis.errors import WrongState
+from service_chassis.method_handlers import maker_of
 from worker_service.rank import Rank
 from worker_service.snapshot import peer_refusal
 
@@ -34,13 +35,7 @@ def _handler(method: MethodDescriptor, rank: Rank) -> grpc.RpcMethodHandler[Any,
         respond: Callable[[Any, Any], Any] = _guarded_snapshot(rank)
     else:
         respond = _streaming(answer) if method.server_streaming else _unary(answer)
-    kind = (method.client_streaming, method.server_streaming)
-    make: Callable[..., grpc.RpcMethodHandler[Any, Any]] = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[kind]
+    make = maker_of(request_streaming=method.client_streaming, response_streaming=method.server_streaming)
     return make(
         respond,
         request_deserializer=GetMessageClass(method.input_type).FromString,
