@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from maniple_kernels.gpu.launch import architecture_of, compiled_width
+from maniple_kernels.gpu.paged_keys import find_blocks, load_keys, load_values, soft_capped
 from maniple_kernels.gpu.shapes import attention_shape, shape_of
 
 LOG2_E = 1.4426950408889634
@@ -78,36 +79,21 @@ def decode_part(
     for at in range(start, end, KEYS):
         positions = at + tl.arange(0, KEYS)
         is_key = positions < end
-        block = tl.load(table_ptr + request * table_stride + positions // BLOCK_SIZE, mask=is_key, other=0)
-        block = block.to(tl.int64)
-        slot = positions % BLOCK_SIZE
-        keys = tl.load(
-            key_ptr
-            + block[None] * key_block_stride
-            + kv_head * key_head_stride
-            + dims[:, None] * key_dim_stride
-            + slot[None] * key_slot_stride,
-            mask=is_dim[:, None] & is_key[None],
-            other=0.0,
+        block, slot = find_blocks(table_ptr + request * table_stride, positions, is_key, BLOCK_SIZE)
+        key_head_ptr = key_ptr + kv_head * key_head_stride
+        keys = load_keys(
+            key_head_ptr, block, slot, dims, key_block_stride, key_dim_stride, key_slot_stride, is_dim, is_key
         )
         scores = tl.dot(query, keys, input_precision="ieee") * scale
         if HAS_SOFT_CAP:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1), in powers of two
-            scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * 1.4426950408889634 / soft_cap)) + 1))
+            scores = soft_capped(scores, soft_cap)
         scores = tl.where(is_key[None], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         decay = tl.exp2(highest - higher)
         total = total * decay + tl.sum(weights, 1)
-        values = tl.load(
-            value_ptr
-            + block[:, None] * value_block_stride
-            + kv_head * value_head_stride
-            + slot[:, None] * HEAD_DIM
-            + dims[None],
-            mask=is_key[:, None] & is_dim[None],
-            other=0.0,
-        )
+        value_head_ptr = value_ptr + kv_head * value_head_stride
+        values = load_values(value_head_ptr, block, slot, dims, value_block_stride, is_dim, is_key, HEAD_DIM)
         out = out * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         highest = higher
     place = (request * num_heads + heads) * num_splits + split
