@@ -58,6 +58,7 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyp
                 if status != told:
                     yield HealthCheckResponse(status=status)
                     told = status
+                    continue  # it may have changed again while it was sent, and the last status must be told
                 if self._is_over:
                     return
                 try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import cast
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -78,6 +79,15 @@ async def test_watch_of_a_server_that_stops_ends_in_order_with_the_last_status()
             last = message.status
         assert last == NOT_SERVING
         assert await watch.code() is grpc.StatusCode.OK
+
+
+async def test_watch_tells_the_last_status_when_it_changed_and_ended_while_another_was_sent() -> None:
+    async with open_doors() as doors:
+        watch = doors.health_door.Watch(named(INFERENCE), Mock())
+        assert (await anext(watch)).status == SERVING
+        doors.engine.set_ready(False, "shutting down")  # the server is still writing the one before
+        doors.health_door.end()
+        assert [message.status async for message in watch] == [NOT_SERVING]
 
 
 async def test_readiness_is_that_of_the_engine_in_the_seat() -> None:
