@@ -34,7 +34,7 @@ class Platform(Protocol):
         """Leave their share to the other ranks of the group on the same host threads, ``num_ranks`` with this one."""
 
     def bind(self) -> None:
-        """Make the device the calling thread's, with its share of host threads."""
+        """Make the device the calling thread's, with its share of host threads. Before anything is allocated."""
 
     def memory(self) -> MemoryReading:
         """Read the memory now."""
@@ -44,6 +44,9 @@ class Platform(Protocol):
 
     def peak(self) -> int:
         """Return the most bytes that this process had taken since ``measure_peak``."""
+
+    def share_rule(self, utilization: float) -> str:
+        """Return the rule that this share of the device breaks since others have taken too much of it, or nothing."""
 
     def free_for_kv(self, reading: MemoryReading, base_bytes: int) -> int:
         """Return the bytes that are there for KV blocks at the most, whatever is a good idea. See ``kv_budget``."""

@@ -62,6 +62,9 @@ class CpuPlatform:
                 return int(line.split()[1]) * 1024
         return int(psutil.Process().memory_info().rss)
 
+    def share_rule(self, utilization: float) -> str:
+        return ""  # what others take of the machine's memory may be gone in a moment
+
     def free_for_kv(self, reading: MemoryReading, base_bytes: int) -> int:
         # Not divided by groups: one that is formed anew finds what the others took gone from what is available.
         return max(0, reading.available - (base_bytes - reading.own)) // self._num_ranks

@@ -6,10 +6,11 @@ import torch
 
 from service_chassis.errors import InvalidParameter
 from worker_service.platforms.base import MemoryReading
+from worker_service.platforms.device_memory import DeviceCounts, kv_bytes_left, peak_of, reading_of, share_rule
 
 
 class CudaPlatform:
-    """The CUDA device with this worker's local rank."""
+    """The CUDA device with an index, as CUDA counts those that CUDA_VISIBLE_DEVICES leaves."""
 
     name = "cuda"
 
@@ -19,33 +20,48 @@ class CudaPlatform:
         if index >= torch.cuda.device_count():
             raise InvalidParameter("device", f"cuda:{index}", f"must be one of {torch.cuda.device_count()} devices")
         self.device = torch.device("cuda", index)
+        self._first: DeviceCounts | None = None
 
     def share(self, num_ranks: int) -> None:
         """The host has little to do; the device is this rank's own."""
 
     def bind(self) -> None:
         torch.cuda.set_device(self.device)
+        if self._first is None:
+            self._first = self._counts()
+
+    def _counts(self) -> DeviceCounts:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return DeviceCounts(
+            total=total,
+            free=free,
+            reserved=torch.cuda.memory_reserved(self.device),
+            allocated=torch.cuda.memory_allocated(self.device),
+            peak_reserved=torch.cuda.max_memory_reserved(self.device),
+        )
+
+    def _began(self) -> DeviceCounts:
+        assert self._first is not None, "the device is bound before it is used"
+        return self._first
 
     def memory(self) -> MemoryReading:
-        free, total = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device)
-        # What torch keeps reserved and does not use is ours to give to KV.
-        spare = reserved - torch.cuda.memory_allocated(self.device)
-        return MemoryReading(total=total, available=free + spare, own=reserved - spare)
+        return reading_of(self._counts(), self._began())
 
     def measure_peak(self) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_reserved(self.device)
+        return peak_of(self._counts(), self._began())
+
+    def share_rule(self, utilization: float) -> str:
+        return share_rule(self._began(), utilization)
 
     def free_for_kv(self, reading: MemoryReading, base_bytes: int) -> int:
         return max(0, reading.available - (base_bytes - reading.own))
 
     def kv_budget(self, reading: MemoryReading, base_bytes: int, utilization: float, needed_bytes: int) -> int:
-        free = min(reading.available - (base_bytes - reading.own), int(reading.total * utilization) - base_bytes)
-        return max(0, min(free - reading.foreign, free, needed_bytes))
+        return min(kv_bytes_left(reading, base_bytes, utilization), needed_bytes)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
