@@ -56,6 +56,7 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0, worker_tls: Cl
     settings = WorkerSettings(
         device=config.device,
         first_device=group * config.tensor_parallel_size if local else 0,
+        device_ids=config.device_ids[group * config.tensor_parallel_size :][: config.tensor_parallel_size],
         num_threads=config.num_threads,
         num_groups_sharing=config.num_groups if local else 1,
         report_interval_s=config.report_interval_s,

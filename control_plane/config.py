@@ -19,6 +19,7 @@ from control_plane.executors.selection import AUTO, EXECUTORS, MP, RAY, REMOTE, 
 from control_plane.executors.worker_addresses import DNS, address_rule, one_per_rank
 from control_plane.model_store import looks_like_path, missing_rule
 from control_plane.security_rules import algorithms_rule, knows_callers, plaintext_faults, security_faults
+from service_chassis.device_ids import KINDS, device_ids_rule, ids_fit_rule, read_device_ids
 from service_chassis.errors import ConfigurationError
 from service_chassis.server_address import is_wildcard
 from service_chassis.settings import (
@@ -255,8 +256,15 @@ class ControlPlaneConfig:
     """Send deltas to child processes (mp) through a ring in shared memory instead of each one's stream, where the
     system has what it takes (Linux). On: it takes half the time and a third of the CPU, see bench/README.md."""
 
-    device: str = setting("auto", topic=GROUP, read=read_text, rule=one_of("auto", "cpu", "cuda"))
-    """What computes: cpu, cuda, auto. auto: cuda where an NVIDIA driver is present."""
+    device: str = setting("auto", topic=GROUP, read=read_text, rule=one_of("auto", *KINDS))
+    """What computes: cpu, cuda, auto. auto: cuda where an NVIDIA driver is present. rocm and xpu are known and refused
+    with what is missing."""
+
+    device_ids: tuple[int, ...] = setting(
+        (), topic=GROUP, read=read_device_ids, rule=device_ids_rule, metavar="INDICES"
+    )
+    """Devices of the ranks that this process starts, by commas, group after group in the order of the ranks; as CUDA
+    counts those that CUDA_VISIBLE_DEVICES leaves, from 0. Default: the first ones."""
 
     num_threads: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0, at_most=1024), metavar="THREADS")
     """Threads of one worker's forward pass on a CPU. 0: all cores that the process may use, shared with the other ranks
@@ -562,6 +570,7 @@ def resolve_auto(
     faults = _owner_faults(config, choice.executor, world_size)
     if config.openai_port and not openai_gateway.is_installed():
         faults.append(("openai_port", config.openai_port, openai_gateway.MISSING))
+    faults += _device_faults(config, choice.executor, device, world_size)
     if choice.executor in (UNI, MP) and not on_gpu:
         faults += _crowding_faults(config, world_size, os.cpu_count() or 1)
     if faults:
@@ -619,6 +628,21 @@ def _address_faults(config: ControlPlaneConfig, world_size: int) -> list[Fault]:
         elif beyond:
             faults.append(("worker_addresses", shown, f"stand for {ranks}, the last at {beyond[-1]}, beyond all ports"))
     return faults
+
+
+def _device_faults(config: ControlPlaneConfig, executor: str, device: str, world_size: int) -> list[Fault]:
+    """Find why ranks cannot be put on the devices that are named."""
+    if not config.device_ids:
+        return []
+    if executor == REMOTE:
+        rule = "is not told to workers that run: give it to `maniple worker`"
+    elif executor == RAY:
+        rule = "is Ray's to decide: it gives each rank a device"
+    elif device == "cpu":
+        rule = "needs --device cuda: a CPU has no devices to choose from"
+    else:
+        rule = ids_fit_rule(len(config.device_ids), world_size * config.num_groups)
+    return [("device_ids", config.device_ids, rule)] if rule else []
 
 
 def _crowding_faults(config: ControlPlaneConfig, world_size: int, num_cores: int) -> list[Fault]:

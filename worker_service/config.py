@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
+from service_chassis.device_ids import KINDS, device_ids_rule, ids_fit_rule, read_device_ids
 from service_chassis.errors import ConfigurationError
 from service_chassis.flags import add_flags, flag_texts, flag_words
 from service_chassis.protocol.broadcast_ring import ReaderFds
@@ -111,8 +112,14 @@ class WorkerConfig:
     )
     """Ranks to run here, each in a process of its own on the next port, of which all end when one does. 1: this process
     is the rank."""
-    device: str = setting("auto", topic=_DEVICE, read=read_text, rule=one_of("auto", "cpu", "cuda"))
-    """auto, cpu or cuda. auto is resolved when the model loads: a scripted model needs no torch to ask."""
+    device: str = setting("auto", topic=_DEVICE, read=read_text, rule=one_of("auto", *KINDS))
+    """auto, cpu or cuda; rocm and xpu are known and refused with what is missing. auto is what torch was built for, and
+    resolved when the model loads: a scripted model needs no torch to ask."""
+    device_ids: tuple[int, ...] = setting(
+        (), topic=_DEVICE, read=read_device_ids, rule=device_ids_rule, metavar="INDICES"
+    )
+    """Devices of the ranks here, by commas, in the order of the ranks; as CUDA counts those that CUDA_VISIBLE_DEVICES
+    leaves, from 0. Default: --first-device and the next ones."""
     first_device: int = setting(
         0, topic=_DEVICE, read=read_whole, rule=at_least(0, at_most=_MOST_RANKS - 1), metavar="INDEX"
     )
@@ -237,6 +244,8 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
     if launched.values and config.tensor_parallel_size > 1:
         rule = "must be 1 under torchrun, which starts a process for every rank itself"
         faults.append(("tensor_parallel_size", config.tensor_parallel_size, rule))
+    if rule := ids_fit_rule(len(config.device_ids), num_here):
+        faults.append(("device_ids", config.device_ids, rule))
     listen, health_listen = config.listen, config.health_listen
     faults += _tls_faults(config)
     if _address_rule(listen):
@@ -259,6 +268,7 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
         listen=next_address(listen, launched.index),
         health_listen=next_address(health_listen, launched.index),
         probe_listen=next_address(config.probe_listen, launched.index),
+        device_ids=config.device_ids[launched.index : launched.index + 1] if launched.values else config.device_ids,
     )
 
 

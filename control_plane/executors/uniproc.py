@@ -51,6 +51,7 @@ class UniprocExecutor(Executor):
             orphan_grace_s=0,  # it ends with this process, silence never ends it
             device=settings.device,
             first_device=settings.first_device,
+            device_ids=settings.device_ids,
             num_threads=settings.num_threads,
             num_groups_sharing=settings.num_groups_sharing,
             report_interval_s=settings.report_interval_s,

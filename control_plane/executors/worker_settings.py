@@ -14,6 +14,7 @@ class WorkerSettings:
 
     device: str = "auto"
     first_device: int = 0
+    device_ids: tuple[int, ...] = ()  # of the ranks, in their order
     num_threads: int = 0
     num_groups_sharing: int = 1
     report_interval_s: float = 0.1
@@ -43,6 +44,7 @@ class WorkerSettings:
             "orphan-grace-s": orphan_grace_s,
             "max-step-message-bytes": self.max_step_message_bytes,
             "allow-insecure-serialization": self.allow_insecure_serialization,
+            **({"device-ids": self.device_ids[rank]} if self.device_ids else {}),
             # Only where it is said: else the worker's environment may.
             **({"allow-plaintext-listen": True} if self.allow_plaintext_listen else {}),
             **({"allow-plaintext-snapshot": True} if self.allow_plaintext_snapshot else {}),

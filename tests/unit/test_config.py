@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from control_plane.assembly import build_executor
 from control_plane.config import ControlPlaneConfig, load_config, model_faults, resolve_auto
 from service_chassis.errors import ConfigurationError
+from service_chassis.ids import Rank
 from service_chassis.settings import (
     field_docstrings,
     read_number,
@@ -68,6 +70,9 @@ def test_every_fault_is_reported_at_once_with_field_value_and_rule() -> None:
         ("worker_addresses", (("a:1", "b:1"), ("a:1",))),
         ("dtype", "int4"),
         ("device", "abacus"),
+        ("device_ids", (0, 1, 0)),
+        ("device_ids", (0, -1)),
+        ("device_ids", (1024,)),
         ("listen", "unix:"),
         ("listen", "unix:" + "x" * 108),
         ("listen", "127.0.0.1:70000"),
@@ -267,6 +272,34 @@ def test_no_executor_for_what_was_asked_is_a_fault_of_the_configuration() -> Non
     with pytest.raises(ConfigurationError, match="has 2 devices on this machine, and 3 ranks are wanted"):
         resolve_auto(config, has_gpu=True, num_gpus=2, on_terminal=False)
     assert resolve_auto(config, has_gpu=True, num_gpus=4, on_terminal=False).executor == "mp"
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        ({"device_ids": "4,6", "tensor_parallel_size": "2"}, ""),
+        ({"device_ids": "4,6", "data_parallel_size": "2"}, ""),
+        ({"device_ids": "4,6"}, "must be as many as the ranks here: 2 for one rank"),
+        ({"device_ids": "4", "tensor_parallel_size": "2"}, "must be as many as the ranks here: 1 for 2 ranks"),
+        ({"device_ids": "4", "device": "cpu"}, "needs --device cuda"),
+        ({"device_ids": "4", "worker_addresses": "127.0.0.1:1"}, "give it to `maniple worker`"),
+    ],
+)
+def test_devices_are_named_for_the_ranks_that_are_started_here(flags: dict[str, str], rule: str) -> None:
+    config = load_config({"model": "demo"} | flags, {})
+    if not rule:
+        resolved = resolve_auto(config, has_gpu=True, num_gpus=8, on_terminal=False)
+        executors = [build_executor(resolved, group=group) for group in range(resolved.num_groups)]
+        lines = [
+            one._settings.arguments(Rank(rank), one.world_size, listen="", health_listen="", orphan_grace_s=0)  # type: ignore[attr-defined]
+            for one in executors
+            for rank in one.ranks
+        ]
+        assert [line[line.index("--device-ids") + 1] for line in lines] == ["4", "6"]
+        return
+    with pytest.raises(ConfigurationError, match=rule) as caught:
+        resolve_auto(config, has_gpu=True, num_gpus=8, on_terminal=False)
+    assert [fault[0] for fault in caught.value.faults] == ["device_ids"]
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp", "auto"])

@@ -129,6 +129,30 @@ def test_torchrun_comes_before_defaults_and_after_everything_else() -> None:
     assert read_config([], {"RANK": "5", "WORLD_SIZE": "8"}).rank == 0
 
 
+def test_each_rank_gets_the_device_that_is_named_for_it() -> None:
+    config = read_config(["--listen", "127.0.0.1:7", "--tensor-parallel-size", "3", "--device-ids", "5,0,3"], {})
+    assert [rank_config(config, index).device_ids for index in range(3)] == [(5,), (0,), (3,)]
+    one = rank_config(config, 2)
+    assert read_config(command_line(one), {}) == one
+    # Under torchrun the process is one of several that were given the same flags.
+    launched = read_config(["--device-ids", "5,0,3,1", "--listen", "127.0.0.1:7"], TORCHRUN)
+    assert launched.device_ids == ((5, 0, 3, 1)[int(TORCHRUN["LOCAL_RANK"])],)
+
+
+@pytest.mark.parametrize(
+    ("ids", "rule"),
+    [
+        ("0,2", "2 for one rank"),
+        ("7,7", "must differ"),
+        ("x", "must be indices"),
+        ("-1", r"must each be in \[0, 1023\]"),
+    ],
+)
+def test_devices_that_fit_no_rank_are_refused(ids: str, rule: str) -> None:
+    with pytest.raises(ConfigurationError, match=rule):
+        read_config(["--device-ids", ids], {})
+
+
 def test_command_line_gives_the_same_configuration_to_another_process() -> None:
     config = read_config(
         ["--listen", "a:7", "--device", "cpu", "--tensor-parallel-size", "3", "--allow-insecure-serialization"],
