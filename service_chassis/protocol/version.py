@@ -11,3 +11,5 @@ FEATURE_POOLING = "pooling"
 FEATURE_LOGPROBS = "logprobs"
 # The rank's sampling waits for masks (SchedulerDelta.awaits_mask).
 FEATURE_MASKS = "masks"
+# The rank tries tokens ahead (GroupLimits.num_speculative_tokens), and its results have several tokens for a row.
+FEATURE_SPECULATION = "speculation"

@@ -492,11 +492,15 @@ class RowChange(_message.Message):
     req_index: _builtins.int
     """The row."""
     num_scheduled_tokens: _builtins.int
-    """Tokens of this row in this step; 0 pauses it for the step. Unset: as if not mentioned."""
+    """Tokens of this row in this step; 0 pauses it for the step. Unset: as if not mentioned. Above 1 for a decode row: it
+    may try so many less one ahead.
+    """
     num_prefill_tokens: _builtins.int
     """Only with a replacing change, on resuming a preempted row: tokens known at this delta."""
     num_computed_tokens: _builtins.int
-    """Only with a replacing change: tokens whose KV is in the cache already."""
+    """Tokens whose KV is in the cache already. Only with a replacing change; or of a decode row of which not all was
+    accepted that it was last scheduled, when it next computes.
+    """
     advance_limit: _builtins.int
     """From now on it advances by so many tokens when not mentioned (speculation)."""
     @_builtins.property
@@ -633,7 +637,7 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids per row that sampled. Empty: one each."""
+        """Ids per row that sampled: more than one where tokens tried ahead were accepted. Empty: one each."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLogprobs]:

@@ -209,6 +209,9 @@ class GroupLimits(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOOKUP_MIN_FIELD_NUMBER: _builtins.int
+    PROMPT_LOOKUP_MAX_FIELD_NUMBER: _builtins.int
     max_num_seqs: _builtins.int
     """Rows."""
     max_num_batched_tokens: _builtins.int
@@ -221,6 +224,12 @@ class GroupLimits(_message.Message):
     """Blocks, the null block included."""
     max_steps_in_flight: _builtins.int
     """Deltas outstanding at most."""
+    num_speculative_tokens: _builtins.int
+    """Tokens that a decode row may try ahead in one step at most (prompt lookup). 0: none; else `max_steps_in_flight` is 1."""
+    prompt_lookup_min: _builtins.int
+    """The fewest last tokens of a row that must have occurred before, for what followed then to be tried."""
+    prompt_lookup_max: _builtins.int
+    """The most that are compared."""
     def __init__(
         self,
         *,
@@ -230,10 +239,13 @@ class GroupLimits(_message.Message):
         block_size: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         max_steps_in_flight: _builtins.int = ...,
+        num_speculative_tokens: _builtins.int = ...,
+        prompt_lookup_min: _builtins.int = ...,
+        prompt_lookup_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_steps_in_flight", b"max_steps_in_flight", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_steps_in_flight", b"max_steps_in_flight", "num_blocks", b"num_blocks", "num_speculative_tokens", b"num_speculative_tokens", "prompt_lookup_max", b"prompt_lookup_max", "prompt_lookup_min", b"prompt_lookup_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -808,19 +820,23 @@ class StepsRequest(_message.Message):
 
         OWNER_ID_FIELD_NUMBER: _builtins.int
         LAST_RESULT_STEP_FIELD_NUMBER: _builtins.int
+        WANTS_TIMINGS_FIELD_NUMBER: _builtins.int
         owner_id: _builtins.str
         """The owner."""
         last_result_step: _builtins.int
         """The last result it has."""
+        wants_timings: _builtins.bool
+        """Say of every step when it was where (StepTiming), for a trace. A rank of an earlier release says nothing."""
         def __init__(
             self,
             *,
             owner_id: _builtins.str = ...,
             last_result_step: _builtins.int = ...,
+            wants_timings: _builtins.bool = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["last_result_step", b"last_result_step", "owner_id", b"owner_id"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["last_result_step", b"last_result_step", "owner_id", b"owner_id", "wants_timings", b"wants_timings"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -948,6 +964,7 @@ class StepsResponse(_message.Message):
         ACCEPTED_FIELD_NUMBER: _builtins.int
         COMPLETED_FIELD_NUMBER: _builtins.int
         STATE_DIGEST_FIELD_NUMBER: _builtins.int
+        CLOCK_NS_FIELD_NUMBER: _builtins.int
         incarnation_id: _builtins.str
         """New for every start of the process."""
         accepted: _builtins.int
@@ -956,6 +973,8 @@ class StepsResponse(_message.Message):
         """Last completed step."""
         state_digest: _builtins.int
         """Digest after `accepted`."""
+        clock_ns: _builtins.int
+        """The rank's monotonic clock when it answered, nanoseconds."""
         def __init__(
             self,
             *,
@@ -963,16 +982,56 @@ class StepsResponse(_message.Message):
             accepted: _builtins.int = ...,
             completed: _builtins.int = ...,
             state_digest: _builtins.int = ...,
+            clock_ns: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "incarnation_id", b"incarnation_id", "state_digest", b"state_digest"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "clock_ns", b"clock_ns", "completed", b"completed", "incarnation_id", b"incarnation_id", "state_digest", b"state_digest"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class StepTiming(_message.Message):
+        """When one step was where, on the rank's monotonic clock, nanoseconds. From every rank, where Hello asked for it; lost
+        with the stream, and never sent again.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        STEP_FIELD_NUMBER: _builtins.int
+        ACCEPTED_NS_FIELD_NUMBER: _builtins.int
+        STARTED_NS_FIELD_NUMBER: _builtins.int
+        SAMPLING_NS_FIELD_NUMBER: _builtins.int
+        COMPLETED_NS_FIELD_NUMBER: _builtins.int
+        step: _builtins.int
+        """The step."""
+        accepted_ns: _builtins.int
+        """Its delta was accepted: checked, applied to the batch state and queued."""
+        started_ns: _builtins.int
+        """The device took it up."""
+        sampling_ns: _builtins.int
+        """The forward pass was done, or on its way, and sampling began. 0: nothing is sampled, or that is not known."""
+        completed_ns: _builtins.int
+        """It was done."""
+        def __init__(
+            self,
+            *,
+            step: _builtins.int = ...,
+            accepted_ns: _builtins.int = ...,
+            started_ns: _builtins.int = ...,
+            sampling_ns: _builtins.int = ...,
+            completed_ns: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_ns", b"accepted_ns", "completed_ns", b"completed_ns", "sampling_ns", b"sampling_ns", "started_ns", b"started_ns", "step", b"step"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     WELCOME_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___StepsResponse.Welcome:
         """First."""
@@ -985,18 +1044,23 @@ class StepsResponse(_message.Message):
     def report(self) -> _rank_health_pb2.RankReport:
         """At the report interval, on progress that others wait for, and at once on failure."""
 
+    @_builtins.property
+    def timing(self) -> Global___StepsResponse.StepTiming:
+        """After each completed step, where asked for."""
+
     def __init__(
         self,
         *,
         welcome: Global___StepsResponse.Welcome | None = ...,
         result: _scheduler_delta_pb2.StepResult | None = ...,
         report: _rank_health_pb2.RankReport | None = ...,
+        timing: Global___StepsResponse.StepTiming | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "report", b"report", "result", b"result", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "report", b"report", "result", b"result", "timing", b"timing", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "report", b"report", "result", b"result", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "report", b"report", "result", b"result", "timing", b"timing", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "result", "report"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "result", "report", "timing"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1156,7 +1220,9 @@ class SnapshotResponse(_message.Message):
         state: Global___SnapshotResponse.RowState.ValueType
         """What it is doing."""
         num_computed_tokens: _builtins.int
-        """Tokens whose KV is in the cache."""
+        """Tokens whose KV is in the cache, as the state digest counts them. Of a decode row that tried tokens ahead in vain it
+        is more than all known tokens but one, until a delta says better.
+        """
         age_s: _builtins.float
         """Seconds since it entered."""
         mask_void: _builtins.bool
