@@ -27,6 +27,7 @@ class Ready:
     max_model_len: int
     num_blocks: int  # of all groups, without their null blocks
     block_size: int
+    client_flags: str = ""  # what a client must say beside the address: the server has TLS, or wants to know callers
 
 
 @dataclass(frozen=True, slots=True)

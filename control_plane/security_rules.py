@@ -19,6 +19,16 @@ def knows_callers(config: ControlPlaneConfig) -> bool:
     return bool(config.auth_callers or config.auth_jwks or config.tls_client_ca)
 
 
+def client_flags(config: ControlPlaneConfig) -> str:
+    """Return what the command line of a client must say so that this server answers it."""
+    flags = ["--tls-ca FILE"] if config.tls_certificate else []
+    if config.tls_client_ca:
+        flags.append("--tls-certificate FILE --tls-key FILE")
+    elif config.auth_callers or config.auth_jwks:
+        flags.append("--token-file FILE")
+    return " ".join(flags)
+
+
 def algorithms_rule(value: Sequence[str]) -> str:
     """Return what is wrong with the algorithms of tokens, or nothing."""
     if value and all(one in JWT_ALGORITHMS for one in value):

@@ -40,11 +40,13 @@ from control_plane.model_store import ModelPlace, resolve_model
 from control_plane.openai_gateway import OpenAiGateway
 from control_plane.relay import OwnerChannels, Relay
 from control_plane.security import Security, load_security
-from control_plane.security_rules import knows_callers
+from control_plane.security_rules import client_flags, knows_callers
+from control_plane.step_trace import GroupTrace
 from control_plane.stop_signals import StopSignals
 from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.model_text import load_model_text
 from control_plane.text_on_workers import TextOnWorkers
+from control_plane.trace_file import TraceFile
 from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from service_chassis.ids import Rank
@@ -140,6 +142,7 @@ class ControlPlane:
         self._facts: dict[str, GroupFacts] = {}  # of every group as it was formed last, by its name
         self._stopping = threading.Event()  # read by the thread that fetches a model
         self._recorder: DeltaRecorder | None = None
+        self._trace: TraceFile | None = None
         self._gateway: asyncio.Task[None] | None = None
         self._grammars: GrammarCompiler | None = None
         self._served: ServedModel | None = None
@@ -148,6 +151,8 @@ class ControlPlane:
         """Start, serve, stop."""
         if self._config.record_deltas:
             self._recorder = DeltaRecorder.at(self._config.record_deltas)
+        if self._config.trace:
+            self._trace = TraceFile.at(self._config.trace)
         try:
             place = await _unless_stopped(asyncio.to_thread(self._find_model), signals)
             text = None
@@ -198,6 +203,8 @@ class ControlPlane:
         await self._listeners.stop(_FAREWELL_S)
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
 
     # Starting
 
@@ -297,6 +304,8 @@ class ControlPlane:
         config = self._config
         group = name if config.num_groups > 1 else ""  # for people: one group needs no name
 
+        trace = GroupTrace(self._trace, index) if self._trace is not None else None
+
         def formed_anew(facts: GroupFacts) -> None:
             self._facts[name] = facts
             self._announce_ready()
@@ -304,7 +313,13 @@ class ControlPlane:
         def make_group() -> WorkerGroup:
             address = config.advertise_address or self._address
             made = build_group(
-                config, place.path, address, group=index, recorder=self._recorder, worker_tls=self._worker_tls
+                config,
+                place.path,
+                address,
+                group=index,
+                recorder=self._recorder,
+                worker_tls=self._worker_tls,
+                trace=trace,
             )
             made.allowance = self._allowance
             return made
@@ -322,6 +337,7 @@ class ControlPlane:
                 adopted=adopted.snapshot,
                 survivors=survivors,
                 grammars=self._grammars,
+                trace=trace,
             ),
             on_group_loss=OnGroupLoss(config.on_group_loss),
             backoff=Backoff(config.max_group_failures),
@@ -342,6 +358,7 @@ class ControlPlane:
                 max_model_len=min(one.max_model_len for one in facts),
                 num_blocks=sum(one.num_blocks - 1 for one in facts),
                 block_size=facts[0].block_size,
+                client_flags=client_flags(self._config),
             )
         )
 

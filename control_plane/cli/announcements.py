@@ -46,6 +46,7 @@ def ready_line(ready: Ready) -> str:
     """Say that requests are accepted, and what to type next."""
     target = local_target(ready.address)
     at = "" if target == DEFAULT_ADDRESS else f" --server {target}"
+    at += f" {ready.client_flags}" if ready.client_flags else ""
     tokens = ready.num_blocks * ready.block_size
     return (
         f"Serving {ready.model} on {ready.address} (context {ready.max_model_len} tokens, KV cache {tokens} tokens). "

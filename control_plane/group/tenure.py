@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from control_plane.executors.base import Executor, RankExit
 from control_plane.group.claim import Grant
+from control_plane.group.rank_clock import StepTiming
 from control_plane.group.rank_reports import RankReports
 from control_plane.group.rank_stream import RankStream, StreamTiming
 from control_plane.group.settings import GroupSettings, RankStatus
@@ -64,6 +65,7 @@ class Tenure:
         clock: Callable[[], float],
         listener: TenureListener,
         ledger: StepLedger | None = None,
+        on_timing: Callable[[Rank, StepTiming], None] | None = None,
     ) -> None:
         """Take a grant and, of ranks that go on with another owner's batch, where they stand."""
         self.epoch = grant.epoch
@@ -96,6 +98,7 @@ class Tenure:
                 owner_id=owner_id,
                 timing=timing,
                 sends_deltas=executor.delta_broadcast is None,
+                on_timing=on_timing,
             )
             for rank in executor.ranks
         ]
@@ -251,7 +254,8 @@ class Tenure:
                     self._reports.heard_health(rank)
                     self._take_report(rank, report)
             except ConnectionError as error:
-                log.warning("health_stream.broken", rank=rank, reason=str(error))
+                if not self._silenced:  # a rank that was told to go takes its streams along
+                    log.warning("health_stream.broken", rank=rank, reason=str(error))
             await asyncio.sleep(_HEALTH_RETRY_S)
 
     async def _watch(self) -> None:

@@ -22,18 +22,35 @@ def parse(name: str) -> argparse.Namespace:
     words.add_argument("argument", nargs="?", help="abort ID, tokenize TEXT")
     add = words.add_argument
     server = os.environ.get("MANIPLE_SERVER") or "127.0.0.1:50051"
-    add("--target", default=server, metavar="HOST:PORT", help="the server, or several with commas")
+    add(
+        "--target",
+        default=server,
+        metavar="HOST:PORT",
+        help="the server, or several with commas (default: %(default)s)",
+    )
     add("--prompt", metavar="TEXT", default="", help="text to continue")
     add("--token-ids", metavar="IDS", type=_ids, help="ids to continue, with commas")
     add("--request-id", metavar="ID", default="", help="id of the request (default: drawn)")
-    add("--max-tokens", metavar="N", type=int, default=64)
+    add("--max-tokens", metavar="N", type=int, default=64, help="of output, at the most (default: %(default)s)")
     add("--temperature", metavar="T", type=float, help="0 is greedy (default: the server's)")
     add("--seed", metavar="N", type=int, help="fixes what is sampled")
     add("--ignore-eos", action="store_true", help="go on after the end of text")
     add("--deadline", metavar="S", type=float, help="end the request after so many seconds")
     add("--cancel-after", metavar="N", type=int, default=0, help="cancel after so many tokens")
-    add("--retry-for", metavar="S", type=float, default=30.0, help="give up after so many seconds without a word")
-    add("--start-over", metavar="N", type=int, default=1, help="begin anew so often when what had begun is lost")
+    add(
+        "--retry-for",
+        metavar="S",
+        type=float,
+        default=30.0,
+        help="give up after so many seconds without a word (default: %(default)s)",
+    )
+    add(
+        "--start-over",
+        metavar="N",
+        type=int,
+        default=1,
+        help="begin anew so often when what had begun is lost (default: %(default)s)",
+    )
     add("--detach-grace", metavar="S", type=float, default=0.0, help="go on so many seconds without a connection")
     add("--tls-ca", metavar="FILE", help="use TLS, and trust the certificates in this file")
     add("--token-file", metavar="FILE", help="send the bearer token in this file (needs --tls-ca)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -16,6 +17,8 @@ from control_plane.cli.announcements import (
     stopping_line,
     to_json,
 )
+from control_plane.config import ControlPlaneConfig
+from control_plane.security_rules import client_flags
 from service_chassis.ids import Rank
 
 READY = Ready("127.0.0.1:50051", "demo", 8192, 100, 16)
@@ -109,3 +112,21 @@ def test_display_without_a_terminal_is_plain() -> None:
     with display("auto", out) as show:
         show(READY)
     assert out.getvalue() == ready_line(READY) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({}, ""),
+        ({"tls_certificate": "c", "tls_key": "k"}, " --tls-ca FILE"),
+        (
+            {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a"},
+            " --tls-ca FILE --tls-certificate FILE --tls-key FILE",
+        ),
+        ({"tls_certificate": "c", "tls_key": "k", "auth_callers": "t"}, " --tls-ca FILE --token-file FILE"),
+    ],
+)
+def test_ready_line_names_the_files_that_a_client_needs(options: dict[str, str], flags: str) -> None:
+    config = ControlPlaneConfig(model="scripted", **options)  # type: ignore[arg-type]
+    ready = dataclasses.replace(READY, client_flags=client_flags(config))
+    assert ready_line(ready).endswith(f"chat{flags}")
