@@ -1,7 +1,8 @@
 """Get compilers and libraries of other languages from package registries, into a directory of ours.
 
-Nothing is installed on the system and nobody need be root: Debian's packages are downloaded and unpacked, npm's go
-where npm puts them. A second run finds them there. What cannot be had raises ``Unavailable``, with the reason.
+Nothing is installed on the system and nobody need be root: Debian's packages and PyPI's wheels are downloaded and
+unpacked, npm's go where npm puts them. A second run finds them there. What cannot be had raises ``Unavailable``, with
+the reason.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +48,25 @@ def debian(packages: Sequence[str]) -> Path:
             unpacked.mkdir(parents=True)
             for archive in _download(apt, cache / "apt", packages):
                 _run([dpkg, "-x", str(archive), str(unpacked)])
+            unpacked.rename(root)
+    return root
+
+
+def pypi(requirement: str) -> Path:
+    """Return a directory under which this wheel, ``NAME==VERSION``, lies unpacked; nothing that it needs beside it."""
+    with _locked(cache_directory()) as cache:
+        root = cache / requirement.replace("==", "-")
+        if not root.is_dir():
+            unpacked = cache / f"{root.name}.part"
+            shutil.rmtree(unpacked, ignore_errors=True)
+            wheels = cache / "wheels"
+            shutil.rmtree(wheels, ignore_errors=True)
+            pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
+            _run([*pip, "--no-deps", "--only-binary", ":all:", "-d", str(wheels), requirement])
+            for wheel in wheels.glob("*.whl"):
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(unpacked)
+            shutil.rmtree(wheels)
             unpacked.rename(root)
     return root
 
