@@ -11,18 +11,16 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
 
-from control_plane.adopted_batch import BatchOfRequests, requests_of
+from control_plane.admission import check_workers_can, scheduled_request, unwritable, written_payload
 from control_plane.caller_share import Held
 from control_plane.client_errors import error_of_loss, error_of_refusal
-from control_plane.collector import collector_paused
 from control_plane.constrained_requests import ConstrainedRequests
-from control_plane.control_blob import write_blob
-from control_plane.deltas import DeltaEncoder, RowPayload, row_payload, row_pooling, sample_input
+from control_plane.deltas import DeltaEncoder, sample_input
+from control_plane.departure import Departure
 from control_plane.engine_status import EngineLimits, EngineStatus, RequestIds
 from control_plane.generation import Cursor, FinishReason, Generation
 from control_plane.generation_stream import GenerationStream
@@ -30,6 +28,7 @@ from control_plane.group.batch_snapshot import BatchSnapshot
 from control_plane.group.loss import LossKind, LossReason
 from control_plane.group.worker_group import OUTPUT_RANK, WorkerGroup
 from control_plane.handover import NextOwner
+from control_plane.inheritance import Inheritance
 from control_plane.live_request import LiveRequest, resumed_stream
 from control_plane.live_requests import LiveRequests
 from control_plane.pause import PAUSE_REASONS, PauseMode
@@ -41,19 +40,14 @@ from control_plane.scheduling.plan import PlanMode, ResultMismatch, SampleOutput
 from control_plane.scheduling.scheduler import Scheduler
 from control_plane.step_results import PromptPart, StepResults
 from control_plane.text.tokenizer import Tokenizer
-from maniple.v1 import worker_pb2
 from maniple.v1.scheduler_delta_pb2 import SchedulerDelta, StepResult
 from service_chassis.errors import (
     Cancelled,
     DeadlineExceeded,
     DuplicateRequest,
-    GroupLost,
-    InternalError,
-    InvalidParameter,
     ManipleError,
     NotBuilt,
     NotReady,
-    TakenOver,
 )
 from service_chassis.ids import RequestId, Step
 from service_chassis.protocol.logprobs import Logprobs
@@ -65,13 +59,9 @@ log = structlog.get_logger(__name__)
 
 # Rows that ended while nothing else runs are told to the workers within this time (PROTOCOL B2).
 FLUSH_AFTER_S = 0.05
-# A spare that waits for the group has it within this time of the goodbye: then clients can be told where.
-SPARE_WITHIN_S = 1.0
 # How many groups a request may lose under it and still go on in another. One that was in three when they were lost may
 # be what loses them, and would take down one after another.
 MAX_MOVES = 2
-# What the rows of one request may say of it besides its tokens. The largest allowed_token_ids takes three quarters.
-MAX_PAYLOAD_BYTES = 2 << 20
 
 _REASONS = {
     scheduled.FinishReason.STOP: FinishReason.STOP,
@@ -142,11 +132,9 @@ class Engine:
             fail=lambda request_id, error: self._finish(request_id, scheduled.FinishReason.ABORT, error),
         )
         self._num_arrived = 0  # counted on across owners of the group
-        self._is_leaving = False  # no new steps
-        self._has_left = asyncio.Event()  # none is outstanding either
+        self._departure = Departure(group, self._live, end=self._end, abort_all=self.abort_all)
         self._pause: PauseMode | None = None  # set: no new steps, but for those that let requests finish
         self._has_settled = asyncio.Event()  # a pause took effect, or ended; see stand_still
-        self._read_elsewhere: dict[RequestId, asyncio.Task[None]] = {}  # handed over, for clients that cannot resume
         self._results: deque[StepResult] = deque()  # arrived, not applied; at most one per step in flight
         self._outputs: list[SampleOutput] = []  # applied, not told to the clients
         self._has_failed = False
@@ -160,11 +148,22 @@ class Engine:
         group.on_accepted = self._on_accepted
         group.on_lost = self.fail
         group.on_health = lambda healthy, reason: self._tell_readiness()
-        if adopted is not None:
-            with collector_paused():
-                self._adopt(adopted, resume_grace_s)
-        elif survivors is not None:
-            self._readmit(survivors, resume_grace_s)
+        if adopted is not None or survivors is not None:
+            inheritance = Inheritance(
+                scheduler=scheduler,
+                encoder=self._encoder,
+                live=self._live,
+                constrained=self._constrained,
+                ids=self._ids,
+                tokenizer=tokenizer,
+                end=self._end,
+                now=clock(),
+                resume_grace_s=resume_grace_s,
+            )
+            if adopted is not None:
+                self._num_arrived = inheritance.adopt(adopted)
+            elif survivors is not None:
+                self._num_arrived = inheritance.readmit(survivors)
 
     # What doors call
 
@@ -211,31 +210,9 @@ class Engine:
                 raise NotBuilt("the workers of this group take no masks: they are of an earlier release")
             grammar = await self._constrained.compile(sampling.constraint)
             self._check_admits(generation.request_id)  # that took its time
-        request_id, now = generation.request_id, self.now()
-        if not self.limits.full_sampling and (beyond := sampling.beyond_plain()) is not None:
-            rule = "the scripted model without torch serves greedy, seeded and forced output"
-            raise InvalidParameter(*beyond, rule)
-        asks_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
-        if asks_logprobs and not self.limits.logprobs:
-            raise NotBuilt("the workers of this group tell no log-probabilities: they are of an earlier release")
-        if generation.pooling is not None and not self.limits.pooling:
-            raise NotBuilt("the workers of this group cannot embed: they are of an earlier release")
-        request = scheduled.Request(
-            request_id=request_id,
-            prompt_token_ids=generation.prompt_token_ids,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens if grammar is None else 0,  # masks see to it
-            stop_ids=sampling.eos_ids | sampling.stop_token_ids,
-            n=sampling.n,
-            priority=generation.priority,
-            arrival=now,
-            deadline=generation.deadline,
-            cache_namespace=generation.cache_namespace,
-            skip_reading_prefix_cache=not generation.reads_prefix_cache,
-            pools=generation.pooling is not None,
-            result_entries=generation.prompt_entries,
-            masked=grammar is not None,
-        )
+        check_workers_can(generation, self.limits)
+        now = self.now()
+        request = scheduled_request(generation, masked=grammar is not None, now=now)
         if (refusal := self._scheduler.refusal(request)) is not None:
             raise error_of_refusal(refusal, len(generation.prompt_token_ids))
         stream = GenerationStream(generation, lambda: self._cancel(stream))
@@ -244,14 +221,10 @@ class Engine:
             live.grammar = grammar
             # Else a broken stream ends the request, and so does our own end: its client had nothing to look for.
             live.can_be_resumed = self.outlived_by_workers or generation.detach_grace_s > 0
-            payload = self._payload(live)
+            self._num_arrived += 1
+            payload = written_payload(live, self._num_arrived)
         except (ValueError, TypeError, OverflowError) as error:
-            # Out of a field's range, or of another type. Here it fails alone; in a delta it would take all along.
-            internal = InternalError()
-            log.error(  # without the traceback, whose locals hold the prompt
-                "request.unwritable", request_id=request_id, incident_id=internal.incident_id, reason=str(error)
-            )
-            raise internal from error
+            raise unwritable(generation, error) from error
         request.payload, request.payload_bytes = payload, payload.num_bytes
         self._enter(live, request)
         return stream
@@ -261,24 +234,6 @@ class Engine:
             raise NotReady(f"not accepting requests: {self.not_ready_reason}")
         if request_id in self._live or self._ids.is_recent(request_id, self.now()):
             raise DuplicateRequest(f"request_id={request_id!r}: is running, or finished less than a minute ago")
-
-    def _payload(self, live: LiveRequest) -> RowPayload:
-        """Write down all that deltas will say of a request and that does not depend on the step."""
-        generation = live.generation
-        self._num_arrived += 1
-        payload = row_payload(generation.sampling)
-        blob = write_blob(generation, payload.sampling, arrival_number=self._num_arrived, right=live.right)
-        pooling = row_pooling(generation.pooling) if generation.pooling is not None else None
-        payload = replace(payload, control_blob=blob, pooling=pooling)
-        SchedulerDelta().new_requests.add(
-            request_id=generation.request_id,
-            token_ids=generation.prompt_token_ids,
-            n=generation.sampling.n,
-            cache_namespace=generation.cache_namespace,
-        )
-        if payload.num_bytes > MAX_PAYLOAD_BYTES:
-            raise InvalidParameter("sampling", f"{payload.num_bytes} bytes", f"may have at most {MAX_PAYLOAD_BYTES}")
-        return payload
 
     def resume(self, request_id: RequestId, token: bytes, identity: str, cursors: Sequence[Cursor]) -> GenerationStream:
         """Return a new stream of a request that is here; it goes on after the cursors, and the one before it ends.
@@ -304,7 +259,7 @@ class Engine:
         """
         if (
             self._has_failed
-            or self._is_leaving
+            or self._departure.is_under_way
             or not self._group.healthy
             or self._scheduler.refusal(request) is not None
         ):
@@ -493,17 +448,15 @@ class Engine:
                 self._finish(request_id, scheduled.FinishReason.DEADLINE, error)
             for request_id in self._live.given_up(now):
                 self._finish(request_id, scheduled.FinishReason.ABORT, None, frees_id=False)
-            stops = self._is_leaving or self._pause in (PauseMode.ABORT, PauseMode.KEEP)
-            plan = None if stops else self._scheduler.schedule(now)
-            plan = plan or self._flush(now)
+            plan = self._plan(now)
             if plan is not None:
                 self._send(plan, now)
             if plan is not None or self._outputs:
                 await asyncio.sleep(0)  # the writers' turn: the device waits for the delta, no client for its text
             self._publish()
             self._tell_block_events()
-            if self._is_leaving and not self._scheduler.num_outstanding:
-                self._has_left.set()
+            if self._departure.is_under_way and not self._scheduler.num_outstanding:
+                self._departure.is_last_step_told.set()
             if self._pause is not None and self.is_still:
                 self._has_settled.set()
             if plan is None and not self._results:
@@ -525,6 +478,12 @@ class Engine:
             self._constrained.await_step(next(iter(self._plans.values()), None))
             self._group.expect_token_digest(result.step, self._encoder.take_tokens(plan, tokens))
             self._step_rate.add(self.now(), 1)
+
+    def _plan(self, now: float) -> StepPlan | None:
+        """Return the next step, if there is anything to send now."""
+        stops = self._departure.is_under_way or self._pause in (PauseMode.ABORT, PauseMode.KEEP)
+        plan = None if stops else self._scheduler.schedule(now)
+        return plan or self._flush(now)
 
     def _send(self, plan: StepPlan, now: float) -> None:
         delta = self._encoder.encode(plan)
@@ -615,60 +574,20 @@ class Engine:
         self._scheduler.finish(request_id, reason)
         # Its id may be somebody else's before these are told.
         self._outputs = [output for output in self._outputs if output.request.request_id != request_id]
-        if (reading := self._read_elsewhere.pop(request_id, None)) is not None:
-            reading.cancel()  # which ends it there
+        self._departure.forget(request_id)
         if error is None:
             live.abort()
-            self._end(live, None, frees_id=frees_id)
+            self._end(live, None, frees_id)
         else:
-            self._end(live, error, frees_id=live.started_at is None)
+            self._end(live, error, live.started_at is None)
         self._wake.set()
         return True
 
-    def _end(self, live: LiveRequest, error: ManipleError | None, *, frees_id: bool = False) -> None:
+    def _end(self, live: LiveRequest, error: ManipleError | None, frees_id: bool = False) -> None:
         self._live.end(live, error, self.now(), frees_id=frees_id)
         self._constrained.leave(live.generation.request_id)
 
-    # Owners before and after us
-
-    def _adopt(self, snapshot: BatchSnapshot, resume_grace_s: float) -> None:
-        """Go on with the requests of another owner. Their clients come back, or they are given up."""
-        now = self.now()
-        self._encoder.adopt(snapshot)
-        batch = self._remember(snapshot, now)
-        self._scheduler.adopt([one.adopted for one in batch.continued], snapshot.cached)
-        for one in batch.continued:
-            self._wait_for_client(one.live, resume_grace_s)
-            if not one.live.is_over:
-                self._constrained.enter(one.live, one.adopted.request)
-
-    def _readmit(self, snapshot: BatchSnapshot, resume_grace_s: float) -> None:
-        """Compute anew what was lost with its group before it could be adopted. What clients were told stays told."""
-        for one in self._remember(snapshot, self.now()).continued:
-            self._wait_for_client(one.live, resume_grace_s)
-            if one.live.is_over:
-                continue
-            request = one.readmitted()
-            if self._scheduler.refusal(request) is None:
-                self._scheduler.add(request)
-                self._constrained.enter(one.live, request)
-            else:
-                self._end(one.live, GroupLost("the group was lost, and the request does not fit the new one"))
-
-    def _remember(self, snapshot: BatchSnapshot, now: float) -> BatchOfRequests:
-        batch = requests_of(snapshot, limit_of=self._scheduler.limit_of, tokenizer=self._tokenizer, now=now)
-        self._num_arrived = batch.last_arrival_number
-        for ended in batch.remembered:
-            self._ids.add_finished(ended.request_id, now - ended.age_s, is_free=ended.is_free, tell=ended.tell)
-        return batch
-
-    def _wait_for_client(self, live: LiveRequest, grace_s: float) -> None:
-        self._live.enter(live)
-        if live.is_over:
-            # Nobody can ask for a vector again but by its id.
-            self._end(live, None, frees_id=live.generation.pooling is not None)
-        else:
-            self._live.detach(live, self.now() + grace_s)
+    # The owner after us
 
     async def leave_to_next(self, next_owner: NextOwner) -> bool:
         """Hand the group over with all that runs in it; say whether every rank knew that it is free.
@@ -678,50 +597,15 @@ class Engine:
         resume there are read to, from there, until the last of them is done.
         """
         self.close("handing over to another control plane")
-        self._is_leaving = True
+        self._departure.is_under_way = True
         self._wake.set()
-        try:
-            async with asyncio.timeout(next_owner.settings.step_timeout_s):
-                await self._has_left.wait()
-        except TimeoutError:  # a step hangs: the next owner will see to it
+        if not await self._departure.settle(next_owner.settings.step_timeout_s):
             log.warning("handover.in_midstep", step=self._scheduler.step - 1)
         if self._has_failed:
             return False
         self._has_failed = True
         self._wake.set()
-        try:
-            is_free = await self._group.goodbye(worker_pb2.StepsRequest.Goodbye.KIND_HANDOVER)
-            address = "" if self.is_idle else await next_owner.address(within_s=SPARE_WITHIN_S)
-        except asyncio.CancelledError:  # a second signal; what runs goes on all the same, at whoever comes next
-            self._tell_that_they_are_elsewhere("")
-            raise
-        self._tell_that_they_are_elsewhere(address)
-        try:
-            async with asyncio.timeout(next_owner.settings.drain_timeout_s), asyncio.TaskGroup() as readings:
-                for live in self._live:
-                    reading = readings.create_task(self._read_on(live, next_owner))
-                    self._read_elsewhere[live.generation.request_id] = reading
-        except TimeoutError:
-            self.abort_all()
-        return is_free
-
-    def _tell_that_they_are_elsewhere(self, address: str) -> None:
-        """End what a client can go on with by itself at the next owner, or never began."""
-        where = {"owner_address": address} if address else {}
-        for live in self._live:
-            if live.started_at is None or live.generation.pooling is not None:  # a vector is nowhere before it is whole
-                self._end(live, NotReady("the control plane hands over to another", metadata=where), frees_id=True)
-            elif live.stream is None or live.generation.client_resumes:
-                self._end(live, TakenOver("the control plane handed the group over", metadata=where))
-
-    async def _read_on(self, live: LiveRequest, next_owner: NextOwner) -> None:
-        try:
-            error = await next_owner.read_on(live)
-        except Exception as defect:
-            error = InternalError()
-            log.error("handover.failed", incident_id=error.incident_id, exc_info=defect)
-        del self._read_elsewhere[live.generation.request_id]
-        self._end(live, error)
+        return await self._departure.complete(next_owner)
 
     # What the group says
 
@@ -759,7 +643,7 @@ class Engine:
             has_started = live.started_at is not None
             error = error_of_loss(loss, has_started=has_started)
             # What a lost group held may be sent again under its id; what a new owner holds may not.
-            self._end(live, error, frees_id=not (is_fenced and has_started))
+            self._end(live, error, not (is_fenced and has_started))
         self._wake.set()
         self.on_lost(loss)
 

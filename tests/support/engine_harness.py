@@ -61,7 +61,7 @@ async def running_engine(
     loop = asyncio.create_task(engine.run())
     try:
         yield engine
-        assert not loop.done() or (engine._is_leaving and not loop.exception()), loop.exception()
+        assert not loop.done() or (engine._departure.is_under_way and not loop.exception()), loop.exception()
     finally:
         loop.cancel()
         await asyncio.gather(loop, return_exceptions=True)
