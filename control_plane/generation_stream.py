@@ -1,7 +1,7 @@
 """Hand a generation's events from the engine to one consumer, however slow it is.
 
 The engine puts and never waits; what was not taken yet is merged, so a stalled client costs memory in proportion to its
-own tokens and delays nobody.
+own tokens and delays nobody. Consumers take turns (``Turns``): reading one event is one turn.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from control_plane.generation import Chunk, Done, Embedded, Event, Generation, PromptLogprobs, SampleFinished, Started
+from control_plane.turns import Turns
 from service_chassis.errors import Cancelled, ManipleError
 from service_chassis.protocol.logprobs import Logprobs
 
@@ -29,7 +30,8 @@ class GenerationStream:
         self._on_cancel = on_cancel
         self._pending: deque[Event | ManipleError] = deque()
         self._open_chunks: dict[int, Chunk] = {}  # sample index -> the chunk in _pending that may still grow
-        self._wake = asyncio.Event()
+        self._turns: Turns | None = None  # of the consumer's loop, once it reads
+        self._waiter: asyncio.Future[None] | None = None  # the consumer's, while nothing is pending
         self._closed = False  # the engine put its last event
 
     def put_started(self, started: Started) -> None:
@@ -91,7 +93,7 @@ class GenerationStream:
             self._closed = True
             self._pending.clear()
             self._pending.append(Cancelled("the request was cancelled by its client"))
-            self._wake.set()
+            self._wake()
             self._on_cancel()
 
     def belong_to(self, on_cancel: Callable[[], None]) -> None:
@@ -102,11 +104,16 @@ class GenerationStream:
         return self
 
     async def __anext__(self) -> Event:
-        while not self._pending:
+        turns = self._turns = self._turns or Turns.here()
+        if not self._pending:
             if self._closed:
                 raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter  # which is in line from the first event on
+        elif not turns.take():
+            turn = asyncio.get_running_loop().create_future()
+            turns.line_up(turn)
+            await turn
         event = self._pending.popleft()
         if isinstance(event, ManipleError):
             raise event
@@ -117,4 +124,10 @@ class GenerationStream:
     def _put(self, event: Event | ManipleError) -> None:
         if not self._closed:
             self._pending.append(event)
-            self._wake.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None:
+            assert self._turns is not None, "whoever waits reads"
+            self._turns.line_up(self._waiter)
+            self._waiter = None
