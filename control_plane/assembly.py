@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 
 from control_plane.config import ControlPlaneConfig
 from control_plane.delta_recorder import DeltaRecorder, GroupRecording
@@ -20,8 +21,10 @@ from control_plane.group.recorded_group import RecordedGroup
 from control_plane.group.settings import GroupFacts, GroupSettings
 from control_plane.group.worker_group import WorkerGroup
 from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
+from control_plane.step_trace import GroupTrace
 from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.tokenizer import Tokenizer
+from control_plane.traced_engine import TracedEngine
 from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING
 from service_chassis.scripted import parse_scripted
 from service_chassis.tls import ClientTls
@@ -38,14 +41,22 @@ def build_group(
     group: int = 0,
     recorder: DeltaRecorder | None = None,
     worker_tls: ClientTls | None = None,
+    trace: GroupTrace | None = None,
 ) -> WorkerGroup:
-    """Return one of the groups that the configuration asks for, not yet formed; ``recorder`` is told of its steps."""
+    """Return one of the groups that the configuration asks for, not yet formed.
+
+    ``recorder`` is told of its steps, and ``trace`` when they were where on its ranks.
+    """
     executor = build_executor(config, group=group, worker_tls=worker_tls)
     settings = _group_settings(config, model_path, owner_address)
     owner_id = secrets.token_hex(8)
-    if recorder is None:
-        return WorkerGroup(executor, settings, owner_id=owner_id)
-    return RecordedGroup(executor, settings, owner_id=owner_id, recording=GroupRecording(recorder, str(group)))
+    made = (
+        WorkerGroup(executor, settings, owner_id=owner_id)
+        if recorder is None
+        else RecordedGroup(executor, settings, owner_id=owner_id, recording=GroupRecording(recorder, str(group)))
+    )
+    made.on_timing = trace.rank_timed if trace is not None else None
+    return made
 
 
 def build_executor(config: ControlPlaneConfig, *, group: int = 0, worker_tls: ClientTls | None = None) -> Executor:
@@ -91,8 +102,9 @@ def build_engine(
     adopted: BatchSnapshot | None = None,
     survivors: BatchSnapshot | None = None,
     grammars: GrammarCompiler | None = None,
+    trace: GroupTrace | None = None,
 ) -> Engine:
-    """Return an engine for a group that lives; what may be None is as for ``Engine``."""
+    """Return an engine for a group that lives, whose work shows in ``trace``; what else may be None is as there."""
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=facts.max_num_seqs,
@@ -122,7 +134,8 @@ def build_engine(
         masks=FEATURE_MASKS in facts.features,
         dtype=facts.model.dtype,
     )
-    return Engine(
+    make = Engine if trace is None else partial(TracedEngine, trace=trace)
+    return make(
         scheduler=scheduler,
         group=group,
         tokenizer=tokenizer,

@@ -389,6 +389,10 @@ class ControlPlaneConfig:
     Prompts, outputs and resume tokens are in it, and nothing else limits its size: for finding a fault, not for always.
     Only its owner may read it."""
 
+    trace: str = setting("", topic=LOGGING, read=read_text, metavar="FILE")
+    """Write to FILE when each step was planned, sent, queued, executed, sampled and published, for ui.perfetto.dev; a
+    file that is there is replaced. No prompts, no outputs; 256 MiB at most, about half an hour of a busy rank."""
+
     def __post_init__(self) -> None:
         faults = broken_rules(self) or _contradictions(self)
         if faults:

@@ -221,6 +221,7 @@ class ScriptedRunner:
         self._group.barrier()  # where the layers of a real model meet
         vectors = self._pool(work)
         telling = StepLogprobs(self.sampling.logprobs, work, self.num_prompt_tokens)
+        sampling_ns = time.monotonic_ns()
         token_ids, logprobs = self._decide(
             work, work.rows[work.samples], positions[work.samples], last[work.samples], telling
         )
@@ -235,6 +236,7 @@ class ScriptedRunner:
             token_ids=token_ids,
             token_digest=sum(self._token_digests.values()) & MASK64 ^ self._has_diverged,
             device_us=int((time.monotonic() - started) * 1e6),
+            sampling_ns=sampling_ns,
             vectors=vectors,
             logprobs=logprobs,
         )

@@ -29,13 +29,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """One step is done. ``output`` is None where nothing was computed (APPLY_ONLY)."""
+    """One step is done. ``output`` is None where nothing was computed (APPLY_ONLY). Times are monotonic nanoseconds."""
 
     work: StepWork
     output: StepOutput | None
     token_digest: int
-    queued_us: int
-    device_us: int
+    accepted_ns: int
+    started_ns: int
+    completed_ns: int
+
+    @property
+    def queued_us(self) -> int:
+        return (self.started_ns - self.accepted_ns) // 1000
+
+    @property
+    def device_us(self) -> int:
+        return (self.completed_ns - self.started_ns) // 1000
 
 
 class _Call(Generic[T]):
@@ -91,7 +100,7 @@ class StepLoop:
 
     def submit(self, work: StepWork) -> None:
         """Queue a step. Never blocks."""
-        self._queue.put((work, time.perf_counter_ns()))
+        self._queue.put((work, time.monotonic_ns()))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queue a call behind all steps before it."""
@@ -117,7 +126,7 @@ class StepLoop:
     def _step(self, work: StepWork, accepted_ns: int) -> None:
         runner = self.runner
         assert runner is not None, "deltas are accepted once the model is loaded"
-        started_ns = time.perf_counter_ns()
+        started_ns = time.monotonic_ns()
         self._vitals.running = (work.step, time.monotonic())
         try:
             output = None
@@ -135,9 +144,8 @@ class StepLoop:
             failure = error  # Python unbinds the name of an except clause
             self._post(lambda: self._on_failed(work.step, failure))
             return
-        queued_us = (started_ns - accepted_ns) // 1000
-        device_us = (time.perf_counter_ns() - started_ns) // 1000
-        done = CompletedStep(work, output, self._token_digest & MASK64, queued_us, device_us)
+        digest = self._token_digest & MASK64
+        done = CompletedStep(work, output, digest, accepted_ns, started_ns, time.monotonic_ns())
         # First the clock of the step stops, then its completion is told: a report may say "nothing runs" a moment
         # too early, but never that a completed step still runs.
         self._vitals.running = (0, 0.0)

@@ -126,12 +126,23 @@ class MaskGate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """What a step has to do with tokens tried ahead (PROTOCOL B11)."""
+
+    rows: tuple[int, ...]  # ascending; each may try one less than its scheduled tokens
+    settled: tuple[int, ...]  # rows that did in an earlier step, and compute: what was accepted then is said by now
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepWork:
     """One step, ready for the device thread, which applies it in the order of the fields and then computes.
 
     ``rows``, ``num_computed_tokens`` and ``num_scheduled_tokens`` run in parallel and name the rows that compute in
     this step: row ``rows[i]`` computes positions ``[num_computed_tokens[i], num_computed_tokens[i] +
-    num_scheduled_tokens[i])``. ``samples[i]`` says whether it samples one token at the end of that.
+    num_scheduled_tokens[i])``. ``samples[i]`` says whether it samples one token at the end of that; a row of
+    ``speculation`` samples at each of them, for as long as what it tried is what it sampled.
     Immutable; arrays may be shared between steps and are never written.
     """
 
@@ -152,6 +163,7 @@ class StepWork:
     gate: MaskGate | None = None  # on the output rank, where rows wait
     forget_prefix_cache: bool = False
     state_digest: int = 0
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +171,7 @@ class RowLogprobs:
     """What one step says of the tokens of one row: RowLogprobs of scheduler_delta.proto."""
 
     req_index: int
-    sampled: Logprobs | None = None  # of the token that it sampled
+    sampled: Logprobs | None = None  # of the tokens that it sampled
     prompt: Logprobs | None = None  # of its prompt, from ``first_position`` on
     first_position: int = 0
 
@@ -169,8 +181,10 @@ class StepOutput:
     """What the device thread returns for one RUN step."""
 
     step: int
-    token_ids: Int32Array  # one per row of the work that samples, in the order of ``rows``; or NOT_SAMPLED
+    token_ids: Int32Array  # of each row of the work that samples, in the order of ``rows``; or NOT_SAMPLED
     token_digest: int = 0  # over all known tokens of all live rows after the step
     device_us: int = 0
+    sampling_ns: int = 0  # when sampling began, on the monotonic clock; 0: not known
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows that asked, ascending; the same on all ranks
     vectors: tuple[Float32Array, ...] = ()  # [hidden_size] each, of the work's ``pooled``; on the output rank
+    num_tokens: Int32Array | None = None  # of ``token_ids``, per row; None: one each

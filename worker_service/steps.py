@@ -105,6 +105,7 @@ class Steps:
         self._on_failure = on_failure
         self._on_goodbye = on_goodbye
         self._stream: StepsStream | None = None
+        self._tells_timings = False  # on the present stream
 
     def begin(self, limits: worker_pb2.GroupLimits, facts: ModelFacts) -> None:
         """Start counting steps of a formation, with an empty batch."""
@@ -152,6 +153,7 @@ class Steps:
         self._ownership.heard(time.monotonic())
         accepted, digest = self._vitals.accepted
         get_logger().info("stream.opened", epoch=epoch, accepted=accepted, last_result_step=hello.last_result_step)
+        self._tells_timings = hello.wants_timings
         reader = asyncio.create_task(self._read(stream, requests))
         try:
             yield worker_pb2.StepsResponse(
@@ -160,6 +162,7 @@ class Steps:
                     accepted=accepted,
                     completed=self._vitals.completed[0],
                     state_digest=digest,
+                    clock_ns=time.monotonic_ns(),
                 )
             )
             async for message in stream.messages():
@@ -301,6 +304,8 @@ class Steps:
         batch.sample_inputs.completed(step)
         self._note_void(batch, done.work, sampled)
         self._vitals.completed = (step, done.token_digest)
+        if self._tells_timings and self._stream is not None:
+            self._stream.tell_timing(_timing(done))
         if self._stream is not None and step == self._vitals.accepted[0]:
             self._stream.caught_up()
         if done.work.mode is not Mode.RUN or done.output is None:
@@ -327,6 +332,16 @@ class Steps:
     def _note_void(batch: Batch, work: StepWork, sampled: Int32Array) -> None:
         for row in work.rows[work.samples][sampled == NOT_SAMPLED].tolist() if work.mode is Mode.RUN else ():
             batch.state.note_void(row, batch.completed.row_key(row), len(batch.completed.known_tokens(row)))
+
+
+def _timing(done: CompletedStep) -> worker_pb2.StepsResponse.StepTiming:
+    return worker_pb2.StepsResponse.StepTiming(
+        step=done.work.step,
+        accepted_ns=done.accepted_ns,
+        started_ns=done.started_ns,
+        sampling_ns=done.output.sampling_ns if done.output is not None else 0,
+        completed_ns=done.completed_ns,
+    )
 
 
 def _row_logprobs(told: RowLogprobs) -> scheduler_delta_pb2.RowLogprobs:

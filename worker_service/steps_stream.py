@@ -7,11 +7,14 @@ memory. All methods run on the event loop.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from maniple.v1 import scheduler_delta_pb2, worker_pb2
 from service_chassis.errors import ManipleError
 from worker_service.heartbeat import Vitals
+
+_MAX_TIMINGS = 1024
 
 ResultsAfter = Callable[[int], list[tuple[int, scheduler_delta_pb2.StepResult]]]
 
@@ -38,6 +41,7 @@ class StepsStream:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._report_due = vitals.failure is not None
+        self._timings: deque[worker_pb2.StepsResponse.StepTiming] = deque(maxlen=_MAX_TIMINGS)
         self._catching_up = True
         self._late_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -45,6 +49,11 @@ class StepsStream:
 
     def result_ready(self) -> None:
         """Send what is new in the ring."""
+        self._wake.set()
+
+    def tell_timing(self, timing: worker_pb2.StepsResponse.StepTiming) -> None:
+        """Send when a step was where. Of a reader that does not read them the oldest are dropped."""
+        self._timings.append(timing)
         self._wake.set()
 
     def report_now(self) -> None:
@@ -78,6 +87,8 @@ class StepsStream:
                 for step, result in self._results_after(self._sent_result):
                     self._sent_result = step
                     yield worker_pb2.StepsResponse(result=result)
+                while self._timings:
+                    yield worker_pb2.StepsResponse(timing=self._timings.popleft())
                 if self._report_due:
                     self._report_due = False
                     yield worker_pb2.StepsResponse(report=self._vitals.report(self._late_s))

@@ -8,12 +8,14 @@ lost is the watchdog's business.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from control_plane.executors.base import StepsConnection
+from control_plane.group.rank_clock import RankClock, StepTiming
 from control_plane.group.step_ledger import StepLedger
 from maniple.v1 import rank_health_pb2, scheduler_delta_pb2, worker_pb2
 from service_chassis.errors import ManipleError, OutOfOrder
@@ -67,8 +69,21 @@ class RankStream:
         owner_id: str,
         timing: StreamTiming,
         sends_deltas: bool = True,
+        on_timing: Callable[[Rank, StepTiming], None] | None = None,
     ) -> None:
-        """Prepare; with ``sends_deltas`` False they reach the rank another way, on which none is lost."""
+        """Prepare.
+
+        Args:
+            rank: to talk to.
+            open_connection: opens one.
+            ledger: of all ranks.
+            listener: told what the rank says.
+            epoch: granted.
+            owner_id: it was granted to.
+            timing: of heartbeats.
+            sends_deltas: False: they reach the rank another way, on which none is lost.
+            on_timing: told when each step was where; None: the rank is not asked.
+        """
         self.rank = rank
         self.connected = False
         self.num_connections = 0
@@ -79,6 +94,8 @@ class RankStream:
         self._owner_id = owner_id
         self._timing = timing
         self._sends_deltas = sends_deltas
+        self._on_timing = on_timing
+        self._clock = RankClock()  # of the rank, as the present stream showed
         self._next_step = 0  # the next delta to write on the present connection
         self._extra: deque[worker_pb2.StepsRequest] = deque()  # unnumbered messages, behind the deltas
         self._goodbye: worker_pb2.StepsRequest | None = None
@@ -140,12 +157,16 @@ class RankStream:
         try:
             async with asyncio.timeout(self._timing.answer_timeout_s):
                 hello = worker_pb2.StepsRequest.Hello(
-                    owner_id=self._owner_id, last_result_step=self._ledger.last_result
+                    owner_id=self._owner_id,
+                    last_result_step=self._ledger.last_result,
+                    wants_timings=self._on_timing is not None,
                 )
+                asked_ns = time.monotonic_ns()
                 await connection.write(worker_pb2.StepsRequest(epoch=self._epoch, hello=hello))
                 first = await connection.read()
             if first is None or first.WhichOneof("message") != "welcome":
                 raise ConnectionError("the rank did not answer Hello with Welcome")
+            self._clock = RankClock.seen(first.welcome.clock_ns, asked_ns=asked_ns, answered_ns=time.monotonic_ns())
             self._begin(first.welcome)
             await self._exchange(connection)
         finally:
@@ -191,6 +212,8 @@ class RankStream:
                 self._listener.on_step_result(self.rank, message.result)
             elif which == "report":
                 self._listener.on_stream_report(self.rank, message.report)
+            elif which == "timing" and self._on_timing is not None:
+                self._on_timing(self.rank, self._clock.here(message.timing))
 
     async def _write_all(self, connection: StepsConnection) -> None:
         """Write what is due, and a heartbeat whenever nothing was for an interval."""

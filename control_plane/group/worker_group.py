@@ -15,6 +15,7 @@ from control_plane.group.formation import Formation, ProgressCallback
 from control_plane.group.last_word import confirm
 from control_plane.group.leveling import Standing
 from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
+from control_plane.group.rank_clock import StepTiming
 from control_plane.group.rank_stream import RankStream
 from control_plane.group.settings import GroupFacts, GroupSettings, RankStatus
 from control_plane.group.step_ledger import StepLedger
@@ -64,6 +65,8 @@ class WorkerGroup:
         self.on_result: Callable[[scheduler_delta_pb2.StepResult], None] = lambda result: None
         self.on_accepted: Callable[[int], None] = lambda step: None  # every rank accepted up to this step
         self.on_lost: Callable[[LossReason], None] = lambda loss: None  # at most once, after form() returned
+        # Told when each step was where on each rank; None: ranks are not asked.
+        self.on_timing: Callable[[Rank, StepTiming], None] | None = None
         self.on_health: Callable[[bool, str], None] = lambda healthy, reason: None
         self.healthy = False  # since form() returned, and as the watchdog sees it; the reason beside it is for people
         self.health_reason = "the group is not formed"
@@ -224,6 +227,7 @@ class WorkerGroup:
             clock=self._clock,
             listener=self,
             ledger=ledger,
+            on_timing=self.on_timing,
         )
 
     # Steps
