@@ -49,6 +49,7 @@ from control_plane.text_on_workers import TextOnWorkers
 from control_plane.trace_file import TraceFile
 from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_chassis.errors import ConfigurationError, InvalidParameter
+from service_chassis.frozen_heap import freeze_heap
 from service_chassis.ids import Rank
 from service_chassis.reflection import add_reflection
 from service_chassis.server import check_free
@@ -176,6 +177,7 @@ class ControlPlane:
             value = getattr(self._config, error.field, self._config.model)
             raise ConfigurationError([(error.field, value, error.rule)]) from error
         self._is_up = True
+        freeze_heap()  # tokenizer, contracts, modules: from here on there are only requests
         self._announce_ready()
         self._open_gateway()
         await _first(signals.stop.wait(), self._all_given_up())
