@@ -55,15 +55,25 @@ class Prompt:
 
 
 def make_prompts(
-    count: int, input_len: Length, output_len: Length, vocab_size: int, seed: int, rate: float | None
+    count: int,
+    input_len: Length,
+    output_len: Length,
+    vocab_size: int,
+    seed: int,
+    rate: float | None,
+    shared_prefix_len: int = 0,
 ) -> list[Prompt]:
-    """Return ``count`` prompts of random ids: no two share a prefix, so no cache helps anybody."""
+    """Return ``count`` prompts of random ids, all with the same ``shared_prefix_len`` ids before their own.
+
+    Else no two share a prefix, so that no cache helps anybody.
+    """
     source = random.Random(seed)
     # Special tokens sit at either end of a vocabulary.
     low, high = vocab_size // 8, vocab_size - vocab_size // 8
+    prefix = tuple(source.randrange(low, high) for _ in range(shared_prefix_len))
     return [
         Prompt(
-            token_ids=tuple(source.randrange(low, high) for _ in range(input_len.draw(source))),
+            token_ids=(*prefix, *(source.randrange(low, high) for _ in range(input_len.draw(source)))),
             output_len=output_len.draw(source),
             wait_s=source.expovariate(rate) if rate else 0.0,
         )

@@ -63,8 +63,8 @@ def title_of(pid: int) -> str:
 class Surroundings:
     """A directory for everything temporary of the servers started in it, and a mark by which they are known."""
 
-    def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="faults-of-maniple-"))
+    def __init__(self, prefix: str = "faults-of-maniple-") -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix=prefix))
         self.temporary = self.directory / "tmp"
         self.temporary.mkdir()
         self.mark = uuid.uuid4().hex
@@ -72,8 +72,12 @@ class Surroundings:
 
     def start(self, command: Sequence[str], name: str) -> Started:
         """Start a command whose temporary files come here, and whose processes carry the mark."""
-        environ = os.environ | {_MARK: self.mark, "TMPDIR": str(self.temporary)}
-        return Started(command, environ, self.directory / f"{name}.log")
+        return Started(command, self.environ, self.directory / f"{name}.log")
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment of what is started here."""
+        return os.environ | {_MARK: self.mark, "TMPDIR": str(self.temporary)}
 
     def pids(self) -> set[int]:
         """Return every living process with the mark, whoever its parent is by now."""
@@ -109,11 +113,15 @@ class Surroundings:
             "temporary files": self.temporary_files(),
         }
 
-    def remove(self) -> None:
-        """End what still lives, and delete the directory and what was left in shared memory."""
+    def kill_all(self) -> None:
+        """End by force every process that has the mark."""
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def remove(self) -> None:
+        """End what still lives, and delete the directory and what was left in shared memory."""
+        self.kill_all()
         for path in self.shared_memory():
             with suppress(OSError):
                 os.unlink(path)

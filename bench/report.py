@@ -39,6 +39,7 @@ def summarize(name: str, outcomes: Sequence[Outcome], duration_s: float) -> dict
         "num_input_tokens": prompts,
         "num_output_tokens": output,
         "output_tokens_per_s": round(output / duration_s, 2),
+        "prompt_tokens_per_s": round(prompts / duration_s, 2),
         "total_tokens_per_s": round((output + prompts) / duration_s, 2),
         "requests_per_s": round(len(good) / duration_s, 3),
         **{

@@ -1,0 +1,168 @@
+"""What a row of the table must reach, and whether its figures did: medians of pairs, ratios, verdicts, lines of JSON.
+
+A ratio says how many times better ours is than the peer: ours / peer where more is better, peer / ours where less is.
+It is the median of the ratios of pairs, each pair measured one right after the other, so that a machine that slows down
+between two pairs favours nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Better = Literal["more", "less"]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound on the ratio, or on our own figure where no peer has the like."""
+
+    of: Literal["ratio", "ours"]
+    at: Literal["least", "most"]
+    bound: float
+
+    def text(self, unit: str) -> str:
+        """Return the goal as a sentence that a program can read too, such as ``ratio >= 1.6`` or ``ours <= 5 s``."""
+        sign = ">=" if self.at == "least" else "<="
+        return f"{self.of} {sign} {self.bound:g}{f' {unit}' if unit and self.of == 'ours' else ''}"
+
+    def is_met(self, value: float | None) -> bool:
+        """Whether a value reaches it; None and NaN never do."""
+        if value is None or math.isnan(value):
+            return False
+        return value >= self.bound if self.at == "least" else value <= self.bound
+
+
+def at_least(ratio: float) -> Goal:
+    """So many times better than the peer."""
+    return Goal("ratio", "least", ratio)
+
+
+def ours_at_most(bound: float) -> Goal:
+    """Our own figure, whatever the peer has."""
+    return Goal("ours", "most", bound)
+
+
+def ours_at_least(bound: float) -> Goal:
+    """Our own figure, whatever the peer has."""
+    return Goal("ours", "least", bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One number of a row: where it stands in what was measured, and what it must reach."""
+
+    path: str  # keys into what was measured, or numbers where it is a list, joined by "/"
+    unit: str
+    goal: Goal | None
+    suffix: str = ""  # of the row's name, where a row has several figures
+    better: Better = "more"
+    scale: float = 1.0  # from what was measured to the unit
+    peer_path: str = ""  # where ours and the peer's stand in one object
+
+    def name(self, bench: str) -> str:
+        """Return the name of its line."""
+        return f"{bench} {self.suffix}".rstrip()
+
+    def of(self, measured: Mapping[str, Any] | Sequence[Any], *, of_peer: bool = False) -> float | None:
+        """Return the figure in what was measured; None where it has none."""
+        found: Any = measured
+        for key in (self.peer_path if of_peer else self.path).split("/"):
+            if isinstance(found, Mapping):
+                found = found.get(key)
+            elif isinstance(found, Sequence) and not isinstance(found, str) and key.lstrip("-").isdecimal():
+                found = found[int(key)] if -len(found) <= int(key) < len(found) else None
+            else:
+                return None
+        return found * self.scale if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
+def ratio_of(ours: float | None, peer: float | None, better: Better) -> float | None:
+    """Return how many times better ours is; None where that cannot be said."""
+    over, under = (ours, peer) if better == "more" else (peer, ours)
+    if over is None or under is None or not under or math.isnan(over) or math.isnan(under):
+        return None
+    return over / under
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """Return the median of those that are there; None of nothing."""
+    there = [value for value in values if value is not None and not math.isnan(value)]
+    return statistics.median(there) if there else None
+
+
+def line_of(
+    bench: str, figure: Figure, pairs: Sequence[tuple[float | None, float | None]], details: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the line of one figure: the medians of both sides, and the median of the pairs' ratios."""
+    ours, peer = median([mine for mine, _ in pairs]), median([theirs for _, theirs in pairs])
+    ratios = [ratio_of(mine, theirs, figure.better) for mine, theirs in pairs]
+    # A pair that failed on one side is no pair: it must not vanish from a median that then looks good.
+    ratio = None if None in ratios else median(ratios)
+    goal = figure.goal
+    value = ratio if goal and goal.of == "ratio" else ours
+    return {
+        "bench": figure.name(bench),
+        "ours": rounded(ours),
+        "peer": rounded(peer),
+        "ratio": rounded(ratio),
+        "goal": goal.text(figure.unit) if goal else None,
+        "unit": figure.unit,
+        "passed": goal.is_met(value) if goal else None,
+        "pairs": [[rounded(mine), rounded(theirs)] for mine, theirs in pairs],
+        **details,
+    }
+
+
+def failed_line(bench: str, figure: Figure, error: str) -> dict[str, Any]:
+    """Return the line of a figure that could not be measured. It fails its goal."""
+    return line_of(bench, figure, [], {}) | {"passed": False if figure.goal else None, "error": error}
+
+
+def rounded(value: float | None) -> float | None:
+    """Return four significant digits: no more are known."""
+    return None if value is None or math.isnan(value) else float(f"{value:.4g}")
+
+
+def short(line: Mapping[str, Any]) -> str:
+    """Return what a program reads at the end of a run: one line of JSON, without the raw pairs."""
+    kept = ("bench", "ours", "peer", "ratio", "goal", "unit", "passed", "error")
+    return json.dumps({key: line[key] for key in kept if key in line})
+
+
+def shown(value: float | None, unit: str = "") -> str:
+    """Return a number for people."""
+    if value is None:
+        return "-"
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2
+    return f"{value:,.{digits}f}{f' {unit}' if unit else ''}"
+
+
+def verdict(line: Mapping[str, Any]) -> str:
+    """Return one word on a line."""
+    if "error" in line:
+        return "ERROR"
+    return {True: "pass", False: "FAIL", None: "-"}[line["passed"]]
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the lines as a table for people, and what failed under it."""
+    width = max([len("what"), *(len(line["bench"]) for line in lines)])
+    head = f"{'what':<{width}}{'ours':>11}{'peer':>11}  {'unit':<10}{'ratio':>7}  {'goal':<18}{'':<6}"
+    out = [head.rstrip(), "-" * len(head)]
+    for line in lines:
+        ratio = f"{line['ratio']:.2f}" if line["ratio"] is not None else "-"
+        out.append(
+            f"{line['bench']:<{width}}{shown(line['ours']):>11}{shown(line['peer']):>11}  {line['unit']:<10}{ratio:>7}"
+            f"  {line['goal'] or '-':<18}{verdict(line)}"
+        )
+        if "error" in line:
+            out.append(f"    {line['error']}")
+    judged = [line for line in lines if line["passed"] is not None]
+    num_passed = sum(1 for line in judged if line["passed"])
+    out.append(f"{num_passed} of {len(judged)} goals reached" + ("" if num_passed == len(judged) else ", the rest not"))
+    return "\n".join(out)
