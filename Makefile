@@ -26,8 +26,11 @@ LISTEN ?= 127.0.0.1:50051
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+# Environments that have the peers of `make bench`; without them it makes its own.
+BENCH_VLLM ?=
+BENCH_LLAMA ?=
 
-.PHONY: help demo test clients fuzz serve setup lint gen check-gen breaking bench-serve bench-steps bench-faults soak kernels-aot clean
+.PHONY: help demo test clients fuzz serve setup lint gen check-gen breaking bench bench-plots bench-serve bench-steps bench-faults soak kernels-aot clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -73,6 +76,13 @@ check-gen: $(STAMP) ## fail if gen/ is not what protos/ give
 
 breaking: $(STAMP) ## fail if protos/ break clients of AGAINST (default: the branch main)
 	$(BIN)/buf breaking protos --against '.git#ref=$(or $(AGAINST),main),subdir=protos'
+
+bench: $(STAMP) ## the table of bench/README.md beside vLLM and llama.cpp, 40 minutes; BENCH_ARGS="--list"
+	@$(BIN)/python bench/table.py $(if $(BENCH_VLLM),--vllm $(BENCH_VLLM)) $(if $(BENCH_LLAMA),--llama $(BENCH_LLAMA)) \
+		$(BENCH_ARGS)
+
+bench-plots: $(STAMP) ## draw bench/plots/ from the newest results
+	@$(BIN)/python bench/plot.py $(BENCH_ARGS)
 
 bench-serve: $(STAMP) ## latency and throughput of a server; BENCH_ARGS, see bench/README.md
 	@$(BIN)/python bench/serve.py $(BENCH_ARGS)
