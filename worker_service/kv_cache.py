@@ -1,4 +1,4 @@
-"""Hold keys and values in blocks. The layout is that of ``maniple_kernels.paged_attention``."""
+"""Hold keys and values in blocks. How they lie in memory is the attention backend's choice."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker_service.attention.base import KvLayer, KvLayout
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheSpec:
@@ -20,6 +22,7 @@ class KvCacheSpec:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    layout: KvLayout = KvLayout.SLOTS_INNERMOST
 
     @property
     def block_bytes(self) -> int:
@@ -41,9 +44,12 @@ class KvCache:
 
     def __init__(self, spec: KvCacheSpec, num_blocks: int, device: torch.device) -> None:
         outer = (spec.num_layers, num_blocks, spec.num_kv_heads)
-        self._keys = _zeros((*outer, spec.head_dim, spec.block_size), spec.dtype, device)
+        if spec.layout is KvLayout.SLOTS_INNERMOST:
+            self._keys = _zeros((*outer, spec.head_dim, spec.block_size), spec.dtype, device)
+        else:
+            self._keys = _zeros((*outer, spec.block_size, spec.head_dim), spec.dtype, device).transpose(3, 4)
         self._values = _zeros((*outer, spec.block_size, spec.head_dim), spec.dtype, device)
-        self.layers: Sequence[tuple[Tensor, Tensor]] = list(zip(self._keys, self._values, strict=True))
+        self.layers: Sequence[KvLayer] = list(zip(self._keys, self._values, strict=True))
         self.num_bytes = num_blocks * spec.block_bytes
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:

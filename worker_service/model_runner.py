@@ -15,36 +15,24 @@ import time
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from maniple_kernels.gumbel import gumbel_argmax
-from maniple_kernels.paged_attention import plan_attention
-from service_chassis.protocol.logprobs import Logprobs
-from worker_service.input_batch import InputBatch, StepInput
+from worker_service.attention.base import AttentionSpec
+from worker_service.forward.assemble import ForwardOptions, assemble_forward
+from worker_service.forward.forward_pass import ForwardPass, dummy_step
+from worker_service.forward.graph_sizes import sizes_to_record
+from worker_service.forward.step_outputs import Said, StepOutputs
+from worker_service.input_batch import InputBatch
 from worker_service.kv_cache import KvCache, KvCacheSpec
 from worker_service.memory import KvDemand, plan_memory
 from worker_service.models.registry import Model, load_model
 from worker_service.platforms.choose import choose_platform
-from worker_service.pooling import Float64Array, Pooler
-from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup
+from worker_service.process_group import LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
-from worker_service.sampling.logprobs import PROMPT_SLICE, StepLogprobs
-from worker_service.sampling.masked_rows import MaskedRows, of_sampled
-from worker_service.sampling.sampler import Sampler, check_finite
-from worker_service.sampling.tensor_logprobs import report_tensors
-from worker_service.step_work import (
-    NOT_SAMPLED,
-    RAW_LOGITS,
-    Float32Array,
-    Int32Array,
-    Mode,
-    RowLogprobs,
-    StepOutput,
-    StepWork,
-)
+from worker_service.sampling.logprobs import PROMPT_SLICE
+from worker_service.sampling.sampler import check_finite
+from worker_service.step_work import Mode, StepOutput, StepWork
 from worker_service.tensor_group import TensorGroup
-
-_NOTHING_SAMPLED = np.zeros(0, np.int32)
 
 
 class TorchModelRunner:
@@ -54,6 +42,8 @@ class TorchModelRunner:
     _model: Model | None = None
     _spec: KvCacheSpec | None = None
     _batch: InputBatch | None = None
+    _forward: ForwardPass | None = None
+    _outputs: StepOutputs | None = None
     _kv: KvCache | None = None
 
     def __init__(
@@ -65,6 +55,7 @@ class TorchModelRunner:
         first_device: int = 0,
         num_threads: int = 0,
         num_groups_sharing: int = 1,
+        forward: ForwardOptions | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -73,8 +64,7 @@ class TorchModelRunner:
         )
         self._tensors = TensorGroup(self._platform.device)
         self._group: ProcessGroup = LoneProcessGroup("")
-        self._pooler = Pooler()
-        self._masked = MaskedRows()
+        self._forward_options = forward or ForwardOptions()
 
     @property
     def device(self) -> str:
@@ -94,12 +84,25 @@ class TorchModelRunner:
         )
         config = model.config
         self._model, self._options, self._max_model_len = model, options, max_model_len
+        attention = AttentionSpec(
+            device=self._platform.device,
+            dtype=dtype,
+            num_heads=config.num_heads // self._world_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
+        self._forward = assemble_forward(model, attention, self._forward_options)
         self._spec = KvCacheSpec(
             num_layers=config.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=config.head_dim,
             block_size=options.block_size,
             dtype=dtype,
+            layout=self._forward.attention.layout,
         )
         self._batch = InputBatch(
             max_num_seqs=options.max_num_seqs,
@@ -108,7 +111,7 @@ class TorchModelRunner:
             block_size=options.block_size,
             vocab_size=config.vocab_size,
         )
-        self._sampler = Sampler(self._batch)
+        self._outputs = StepOutputs(model, self._batch, self._platform.device)
         return ModelFacts(
             source=options.model,
             architecture=config.architecture,
@@ -124,6 +127,7 @@ class TorchModelRunner:
     def profile_memory(self, gpu_memory_utilization: float) -> MemoryFacts:
         assert self._model is not None
         assert self._spec is not None
+        self._forget_graphs()
         self._kv = None  # of an earlier formation
         self._platform.bind()
         # The dummies read and write the null block alone.
@@ -152,153 +156,72 @@ class TorchModelRunner:
 
     def allocate_kv_cache(self, num_blocks: int) -> int:
         assert self._spec is not None
+        self._forget_graphs()
         self._kv = None  # let the old one go before the new one comes
         self._kv = KvCache(self._spec, num_blocks, self._platform.device)
         return self._kv.num_bytes
 
-    def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> None:
+    def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> int:
         assert self._kv is not None
+        assert self._forward is not None
+        kv, block_size = self._kv, self._options.block_size
         largest = min(self._options.max_num_seqs, self._options.max_num_batched_tokens)
-        sizes = sorted({size for size in (*capture_sizes, 1, 8, 32) if size <= largest}, reverse=True)
-        for index, size in enumerate(sizes):
-            progress(index / len(sizes), f"decode of {size} rows")
-            self._run_dummy(self._kv, [1] * size)
+        graphs = self._forward.graphs
+        if graphs is None or enforce_eager:
+            sizes = sorted({size for size in (*capture_sizes, 1, 8, 32) if size <= largest}, reverse=True)
+            for index, size in enumerate(sizes):
+                progress(index / len(sizes), f"decode of {size} rows")
+                self._run_dummy(kv, [1] * size)
+            return 0
+        before = self._platform.memory().own
+        with torch.inference_mode():
+            graphs.record(
+                sizes_to_record(capture_sizes, largest), lambda size: dummy_step([1] * size, block_size), kv, progress
+            )
+        self._run_dummy(kv, [1] * largest)  # what follows a forward, at its widest
+        return max(0, self._platform.memory().own - before)
+
+    def _forget_graphs(self) -> None:
+        """Before the cache that they were recorded with goes."""
+        if self._forward is not None and self._forward.graphs is not None:
+            self._forward.graphs.clear()
 
     def apply(self, work: StepWork) -> None:
         assert self._batch is not None
+        assert self._outputs is not None
         if work.block_copies:
             assert self._kv is not None
             # Rows and tables are host state that the copies do not read: the order among the two does not matter.
             self._kv.copy_blocks(work.block_copies)
-        self._masked.apply(work, self._batch.num_tokens)
+        self._outputs.apply(work)
         self._batch.apply(work)
-        self._pooler.apply(work)
 
     def execute(self, work: StepWork) -> StepOutput:
         assert self._batch is not None
-        assert self._kv is not None
         started = time.perf_counter()
-        sampled = _NOTHING_SAMPLED
-        logprobs: tuple[RowLogprobs, ...] = ()
-        vectors: tuple[Float32Array, ...] = ()
+        said = Said()
         if work.mode is Mode.RUN and len(work.rows):
+            assert self._forward is not None
+            assert self._outputs is not None
+            assert self._kv is not None
             with torch.inference_mode():
-                sampled, logprobs, vectors = self._run(work, self._batch, self._kv)
+                said = self._outputs.take(work, self._forward(self._batch.prepare(work), self._kv), self._group)
         return StepOutput(
             step=work.step,
-            token_ids=sampled,
+            token_ids=said.token_ids,
             token_digest=self._batch.token_digest,
             device_us=int((time.perf_counter() - started) * 1e6),
-            vectors=vectors,
-            logprobs=logprobs,
+            vectors=said.vectors,
+            logprobs=said.logprobs,
         )
-
-    def _run(
-        self, work: StepWork, batch: InputBatch, kv: KvCache
-    ) -> tuple[Int32Array, tuple[RowLogprobs, ...], tuple[Float32Array, ...]]:
-        """Return what rows sample, log-probabilities, and on the output rank the vectors of rows that pool."""
-        hidden = self._forward(batch.prepare(work), kv)
-        vectors = self._pool(work, hidden)
-        rows = work.rows[work.samples]
-        telling = StepLogprobs(batch.sampling.logprobs, work, batch.num_prompt_tokens)
-        prompts = self._prompt_logprobs(telling, batch, hidden)
-        if len(rows) == 0 and not telling.spans:
-            return _NOTHING_SAMPLED, (), vectors
-        if len(hidden) > len(rows):
-            last = np.cumsum(work.num_scheduled_tokens)[work.samples] - 1
-            hidden = hidden[self._on_device(last)]
-        logits = self._compute_logits(hidden) if len(rows) else None
-        sampled, logprobs = self._agree(logits, work, batch, telling, prompts)
-        self._masked.follow(rows, sampled)
-        given = sampled != NOT_SAMPLED
-        batch.append(rows[given], sampled[given])
-        return sampled, of_sampled(rows, sampled, logprobs), vectors
-
-    def _prompt_logprobs(self, telling: StepLogprobs, batch: InputBatch, hidden: Tensor) -> list[Logprobs]:
-        """Report on the positions of prompts that are told with this step, a slice at a time; on rank 0."""
-        model = self._model
-        assert model is not None
-        found = []
-        for span in telling.spans:
-            columns = Logprobs(span.num_likeliest + 1)
-            for start, stop in span.slices():
-                logits = model.logits(hidden[span.first_place + start : span.first_place + stop])
-                if logits is not None:
-                    first = span.first_position + start
-                    check_finite(logits, lambda place: f"row {span.req_index}, position {first + place}")  # noqa: B023
-                    tokens = batch.token_ids[span.req_index, first : span.first_position + stop]
-                    said = report_tensors(logits, tokens, span.num_likeliest, span.mode != RAW_LOGITS)
-                    columns.extend(said.columns(0, stop - start, span.num_likeliest))
-            found.append(columns)
-        return found
-
-    def _pool(self, work: StepWork, hidden: Tensor) -> tuple[Float32Array, ...]:
-        """Pool hidden states where they are asked for: all ranks have them, the output rank answers."""
-        if self._group.rank != OUTPUT_RANK:
-            return ()
-        model = self._model
-        assert model is not None
-        starts = np.cumsum(work.num_scheduled_tokens) - work.num_scheduled_tokens - work.num_computed_tokens
-
-        def sum_of(place: int, start: int, stop: int) -> Float64Array:
-            first = int(starts[place])
-            return model.final_hidden(hidden[first + start : first + stop]).double().sum(dim=0).cpu().numpy()
-
-        return self._pooler.take(work, sum_of)
-
-    def _agree(
-        self,
-        logits: Tensor | None,
-        work: StepWork,
-        batch: InputBatch,
-        telling: StepLogprobs,
-        prompts: list[Logprobs],
-    ) -> tuple[Int32Array, tuple[RowLogprobs, ...]]:
-        """Have rank 0, which has the logits, decide the tokens of the rows and tell the others, who keep it all too."""
-        own = b""
-        if self._group.rank == OUTPUT_RANK:
-            rows, sampled, told = work.rows[work.samples], _NOTHING_SAMPLED, {}
-            if logits is not None:
-                self._masked.await_masks(work, batch.sampling)
-                sampled = self._sampler.sample(logits, rows, telling.output)
-                told = telling.output.take(sampled, report_tensors)
-            own = telling.to_bytes(self._masked.decide(rows, sampled), told, prompts)
-        return telling.from_bytes(self._group.broadcast(own))
-
-    def _forward(self, step: StepInput, kv: KvCache) -> Tensor:
-        """Return the hidden state of every token of the step."""
-        assert self._model is not None
-        plan = plan_attention(step.block_tables, step.query_start_loc, step.seq_lens, torch.get_num_threads())
-        return self._model.forward(
-            self._on_device(step.input_ids),
-            self._on_device(step.positions),
-            self._on_device(step.slot_mapping),
-            kv.layers,
-            plan,
-        )
-
-    def _compute_logits(self, hidden: Tensor) -> Tensor | None:
-        assert self._model is not None
-        return self._model.logits(hidden)
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._platform.device, non_blocking=True)
 
     def _run_dummy(self, kv: KvCache, counts: list[int]) -> None:
         """Compute a step of fresh requests with so many tokens each, in the null block."""
-        assert self._model is not None
-        num_tokens = sum(counts)
-        step = StepInput(
-            input_ids=np.zeros(num_tokens, np.int32),
-            positions=np.concatenate([np.arange(count) for count in counts]),
-            slot_mapping=np.zeros(num_tokens, np.int64),
-            query_start_loc=np.cumsum([0, *counts]).astype(np.int32),
-            seq_lens=np.array(counts, np.int32),
-            block_tables=np.zeros((len(counts), -(-max(counts) // self._options.block_size)), np.int32),
-        )
+        assert self._forward is not None
+        assert self._outputs is not None
         with torch.inference_mode():
-            hidden = self._forward(step, kv)
-            logits = self._compute_logits(hidden[: max(self._options.max_num_seqs, PROMPT_SLICE)])
+            hidden = self._forward(dummy_step(counts, self._options.block_size), kv)
+            logits = self._outputs.compute_logits(hidden[: max(self._options.max_num_seqs, PROMPT_SLICE)])
             if logits is not None:
                 # A model that computes nonsense of nothing is refused before it serves anybody.
                 check_finite(logits, lambda place: "already before the first request; are its weights what they seem?")
@@ -314,5 +237,5 @@ class TorchModelRunner:
     def reset(self) -> None:
         if self._batch is not None:
             self._batch.reset()
-        self._pooler.clear()
-        self._masked.clear()
+        if self._outputs is not None:
+            self._outputs.clear()

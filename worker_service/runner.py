@@ -80,8 +80,14 @@ class ModelRunner(Protocol):
     def allocate_kv_cache(self, num_blocks: int) -> int:
         """Allocate ``num_blocks`` blocks, the null block included; return their bytes."""
 
-    def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> None:
-        """Compile and capture, then leave no trace in the KV cache."""
+    def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> int:
+        """Compile and capture, then leave no trace in the KV cache. Returns the bytes that graphs take.
+
+        Args:
+            capture_sizes: rows of the steps to record; empty: the runner's choice.
+            enforce_eager: record nothing.
+            progress: is told how far it is.
+        """
 
     def apply(self, work: StepWork) -> None:
         """Apply the bookkeeping of a delta: rows that leave, enter and change, block copies. First half of a step."""

@@ -141,10 +141,11 @@ class ScriptedRunner:
         self._slots = np.zeros(num_blocks * self._load.block_size, np.uint64)
         return self._slots.nbytes
 
-    def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> None:
+    def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> int:
         if self._options.sampler == "torch":
             self._real_sampler()
         progress(1.0, "nothing to capture")
+        return 0
 
     def apply(self, work: StepWork) -> None:
         self._pooler.apply(work)

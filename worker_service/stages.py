@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from maniple.v1 import worker_pb2
 from service_chassis.errors import InternalError, InvalidParameter, ManipleError, WrongState
+from service_chassis.frozen_heap import freeze_heap
 from service_chassis.protocol.failure_kinds import BROKEN_COLLECTIVE
 from service_chassis.telemetry import get_logger
 from worker_service.config import WorkerConfig
@@ -28,7 +29,7 @@ from worker_service.process_group import (
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, ModelRunner, Progress
 from worker_service.runners import make_runner
 from worker_service.socket_group import FormationGivenUp, Patience, Rendezvous, SocketProcessGroup, form_socket_group
-from worker_service.step_loop import StepLoop, freeze_collector
+from worker_service.step_loop import StepLoop
 from worker_service.steps import Steps
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class Stages:
         self._given_up: ProcessGroup | None = None  # aborted under a stage whose owner is gone
         self._loaded: tuple[LoadOptions, ModelFacts] | None = None
         self._profiled: MemoryFacts | None = None
+        self._graph_bytes = 0  # of the present formation
         self._lock = asyncio.Lock()  # stages run one after another, whoever asks
 
     @property
@@ -261,19 +263,20 @@ class Stages:
     async def warm_up(self, request: worker_pb2.WarmUpRequest) -> worker_pb2.WarmUpResponse:
         """Stage 5; with its end the rank is ready."""
 
-        def capture(progress: Progress) -> None:
-            self._runner.warm_up(tuple(request.capture_sizes), request.enforce_eager, progress)
-            freeze_collector()
+        def capture(progress: Progress) -> int:
+            graph_bytes = self._runner.warm_up(tuple(request.capture_sizes), request.enforce_eager, progress)
+            freeze_heap()
+            return graph_bytes
 
         async def warm_up() -> worker_pb2.WarmUpResponse:
             started = time.monotonic()
             if self.stage != worker_pb2.WORKER_STAGE_READY:
-                await self._on_device("capture", capture)
+                self._graph_bytes = await self._on_device("capture", capture)
                 self.stage = worker_pb2.WORKER_STAGE_READY
                 self._steps.ready = True
             duration_s = time.monotonic() - started
-            get_logger().info("rank.ready", duration_s=duration_s)
-            return worker_pb2.WarmUpResponse(duration_s=duration_s)
+            get_logger().info("rank.ready", duration_s=duration_s, graph_bytes=self._graph_bytes)
+            return worker_pb2.WarmUpResponse(duration_s=duration_s, graph_bytes=self._graph_bytes)
 
         return await self._run(request.epoch, worker_pb2.WORKER_STAGE_ALLOCATED, worker_pb2.WORKER_STAGE_READY, warm_up)
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
+import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import structlog
 import torch
 from torch import Tensor
 
+
+class _OnHost:
+    interpreted = False  # kernels for GPUs take tensors of the host
+
+
+_on_host = _OnHost()
 LANES = 16  # of cpu/simd.py: sizes that are walked by lanes must be multiples
 
 
@@ -42,7 +52,41 @@ def fits_cpu_kernels(tensor: Tensor, *sizes: int) -> bool:
     """Say whether ``tensor`` and the sizes that are walked by lanes suit the kernels in ``cpu/``."""
     return (
         tensor.device.type == "cpu"
+        and not _on_host.interpreted
         and tensor.dtype in (torch.float32, torch.bfloat16)
         and all(size % LANES == 0 for size in sizes)
         and has_cpu_kernels()
+    )
+
+
+@functools.cache
+def has_gpu_kernels() -> bool:
+    """Say whether the kernels in ``gpu/`` can be used: whether Triton is there."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def fits_gpu_kernels(tensor: Tensor) -> bool:
+    """Say whether ``tensor`` suits the kernels in ``gpu/``."""
+    return (tensor.is_cuda and has_gpu_kernels()) or _on_host.interpreted
+
+
+@contextlib.contextmanager
+def gpu_kernels_interpreted() -> Iterator[None]:
+    """Have launchers take the kernels in ``gpu/`` for tensors of the host, through Triton's interpreter.
+
+    Slow: it shows that kernels are right, not that they are fast. TRITON_INTERPRET=1 must be set before Triton is
+    imported.
+    """
+    _on_host.interpreted = True
+    try:
+        yield
+    finally:
+        _on_host.interpreted = False
+
+
+@functools.cache
+def note_reference(operation: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Say once that an operation runs as plain torch, since no kernel fits. Slower, and as right as any."""
+    structlog.get_logger("maniple").info(
+        "kernel.fell_back", operation=operation, device=device.type, dtype=str(dtype).removeprefix("torch.")
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from maniple_kernels.backend import fits_gpu_kernels
+
 
 def store_kv(keys: Tensor, values: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
     """Store the step's keys and values. Slots are distinct except in the null block.
@@ -19,6 +21,16 @@ def store_kv(keys: Tensor, values: Tensor, slots: Tensor, key_cache: Tensor, val
         key_cache: [num_blocks, num_kv_heads, head_dim, block_size], written.
         value_cache: [num_blocks, num_kv_heads, block_size, head_dim], written.
     """
+    if fits_gpu_kernels(keys):
+        from maniple_kernels.gpu.store_kv import store_kv as store_on_gpu
+
+        store_on_gpu(keys, values, slots, key_cache, value_cache)
+        return
+    store_kv_reference(keys, values, slots, key_cache, value_cache)
+
+
+def store_kv_reference(keys: Tensor, values: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """As ``store_kv``."""
     block_size = key_cache.shape[3]
     block, offset = slots // block_size, slots % block_size
     key_cache[block, :, :, offset] = keys

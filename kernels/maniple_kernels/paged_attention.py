@@ -1,8 +1,9 @@
 """Attend to keys and values that lie in blocks: decode, prefill and any mix, causal, grouped heads, sliding window.
 
 For the token at position p of a request, head h, KV head h // (num_heads / num_kv_heads):
-``out = sum_j softmax_j(scale * q . k_j) v_j`` over the positions j of its request with ``max(0, p - window + 1) <= j <=
-p``, where position j lies in block ``block_table[j // block_size]`` at offset ``j % block_size``.
+``out = sum_j softmax_j(cap(scale * q . k_j)) v_j`` over the positions j of its request with ``max(0, p - window + 1) <=
+j <= p``, where position j lies in block ``block_table[j // block_size]`` at offset ``j % block_size``, and
+``cap(s) = c * tanh(s / c)`` where scores have a soft cap c.
 
 Keys are stored with the head dimension outermost, [num_blocks, num_kv_heads, head_dim, block_size]: the scores of the
 16 keys of a block are then one vector that is accumulated over the head dimension, with no sum across lanes.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from maniple_kernels.backend import fits_cpu_kernels
+from maniple_kernels.backend import fits_cpu_kernels, note_reference
 
 # Queries of one tile: each block is widened once for so many.
 _TILE_QUERIES = 8
@@ -37,6 +38,19 @@ class AttentionPlan:
     seq_lens: npt.NDArray[np.int32]  # [num_reqs], the tokens of this step included
     tiles: npt.NDArray[np.int64]  # [num_tiles, 4]: request, first token, tokens, position of the first
     num_pairs: int  # of a query and a key, about
+
+    def attend(
+        self,
+        query: Tensor,
+        kv: tuple[Tensor, Tensor],
+        scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As ``paged_attention``; into ``out`` where it is given, contiguous and of the shape of ``query``."""
+        attended = paged_attention(query, *kv, self, scale, window, soft_cap)
+        return attended if out is None else out.copy_(attended)
 
 
 def plan_attention(
@@ -69,7 +83,13 @@ def plan_attention(
 
 
 def paged_attention_reference(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """As ``paged_attention``, request by request: gather, then torch's attention."""
     block_size = key_cache.shape[3]
@@ -85,6 +105,9 @@ def paged_attention_reference(
         visible = torch.arange(seq_len, device=query.device)[None] <= position
         if window > 0:
             visible &= torch.arange(seq_len, device=query.device)[None] > position - window
+        if soft_cap > 0:
+            out[start:end] = _attend_capped(query[start:end], keys, values, visible, scale, soft_cap)
+            continue
         heads = functional.scaled_dot_product_attention(
             query[start:end].transpose(0, 1)[None],
             keys[None],
@@ -97,8 +120,26 @@ def paged_attention_reference(
     return out
 
 
+def _attend_capped(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, soft_cap: float
+) -> Tensor:
+    """Return [num_queries, num_heads, head_dim]; torch's attention has no cap."""
+    group = query.shape[1] // keys.shape[0]
+    grouped = query.transpose(0, 1).unflatten(0, (-1, group)).float()  # [num_kv_heads, group, num_queries, head_dim]
+    scores = grouped @ keys.float().transpose(1, 2)[:, None] * scale
+    scores = (soft_cap * torch.tanh(scores / soft_cap)).masked_fill(~visible, -math.inf)
+    attended = scores.softmax(dim=-1) @ values.float()[:, None]
+    return attended.flatten(0, 1).transpose(0, 1).to(query.dtype)
+
+
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float, window: int = 0
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Attend for all tokens of a step; their own keys and values are in the cache already.
 
@@ -109,12 +150,14 @@ def paged_attention(
         plan: of this step.
         scale: factor of the scores.
         window: keys that a token sees, itself included; 0: all.
+        soft_cap: of the scores; 0: none. The kernel for the CPU has none.
     Returns:
         [num_tokens, num_heads, head_dim], a new tensor.
     """
     _, num_kv_heads, head_dim, block_size = key_cache.shape
-    if not fits_cpu_kernels(query, head_dim, block_size):
-        return paged_attention_reference(query, key_cache, value_cache, plan, scale, window)
+    if soft_cap > 0 or not fits_cpu_kernels(query, head_dim, block_size):
+        note_reference("paged_attention", query.device, query.dtype)
+        return paged_attention_reference(query, key_cache, value_cache, plan, scale, window, soft_cap)
     from maniple_kernels.cpu.paged_attention import attend_tiles
     from maniple_kernels.cpu.simd import flat, flat_span
     from maniple_kernels.cpu.threads import use_threads

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maniple_kernels.backend import fits_cpu_kernels
+from maniple_kernels.backend import fits_cpu_kernels, fits_gpu_kernels, note_reference
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,6 +32,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """
     rows, size = x.shape
     if not (fits_cpu_kernels(x, size) and fits_cpu_kernels(weight)):
+        if fits_gpu_kernels(x):
+            from maniple_kernels.gpu.rms_norm import rms_norm as normalize_on_gpu
+
+            return normalize_on_gpu(x, weight, eps, residual)
+        note_reference("rms_norm", x.device, weight.dtype)
         if residual is not None:
             residual += x
             x = residual
@@ -59,6 +64,7 @@ def rms_norm_heads_(x: Tensor, weight: Tensor, eps: float) -> None:
     """
     num_tokens, num_heads, head_dim = x.shape
     if not fits_cpu_kernels(x, head_dim):
+        note_reference("rms_norm_heads", x.device, x.dtype)
         x.copy_(rms_norm_reference(x, weight, eps))
         return
     from maniple_kernels.cpu.rms_norm import normalize_heads

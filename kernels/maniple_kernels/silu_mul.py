@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from maniple_kernels.backend import fits_cpu_kernels
+from maniple_kernels.backend import fits_cpu_kernels, fits_gpu_kernels, note_reference
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
@@ -25,6 +25,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     rows, width = gate_up.shape
     if not fits_cpu_kernels(gate_up, width // 2):
+        if fits_gpu_kernels(gate_up):
+            from maniple_kernels.gpu.gate import gate_mul
+
+            return gate_mul(gate_up)
+        note_reference("silu_mul", gate_up.device, gate_up.dtype)
         return silu_mul_reference(gate_up)
     from maniple_kernels.cpu.silu_mul import gate_rows
     from maniple_kernels.cpu.simd import flat

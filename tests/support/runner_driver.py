@@ -52,7 +52,9 @@ class RunnerDriver:
         # Scattered on purpose: neighbouring blocks of a row are never neighbours in memory.
         self._free = np.random.default_rng(7).permutation(np.arange(1, NUM_BLOCKS)).tolist()
         self._samples: list[int] = []
-        compute = self.runner._compute_logits
+        outputs = self.runner._outputs
+        assert outputs is not None
+        compute = outputs.compute_logits
 
         def remember(hidden: Tensor) -> Tensor | None:
             scores = compute(hidden)
@@ -62,7 +64,7 @@ class RunnerDriver:
                 self.logits.setdefault(row, []).append(one)
             return scores
 
-        self.runner._compute_logits = remember  # type: ignore[method-assign]
+        outputs.compute_logits = remember  # type: ignore[method-assign]
 
     def enter(self, row: int, prompt: Sequence[int], sampling: RowSampling | None = None) -> NewRow:
         self.rows[row] = Row(prompt)

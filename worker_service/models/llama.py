@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from maniple_kernels.kv_store import store_kv
-from maniple_kernels.paged_attention import AttentionPlan, attention_scale, paged_attention
-from maniple_kernels.rms_norm import rms_norm, rms_norm_heads_
-from maniple_kernels.rotary import rotate_
+from maniple_kernels.paged_attention import attention_scale
+from maniple_kernels.rms_norm import rms_norm
+from maniple_kernels.rotary import norm_and_rotate_
 from maniple_kernels.silu_mul import silu_mul
+from worker_service.attention.base import KvLayer, StepAttention
 from worker_service.models.checkpoint import Slot
 from worker_service.models.config import LlamaConfig
 from worker_service.models.layers import Cut, Embedding, FusedLinear, Placement, RowLinear, VocabLinear
 from worker_service.models.rope import cosines_and_sines
-
-KvLayer = tuple[Tensor, Tensor]  # key cache, value cache
 
 
 class Attention:
@@ -52,17 +51,22 @@ class Attention:
         return result
 
     def __call__(
-        self, x: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, kv: KvLayer, plan: AttentionPlan
+        self, x: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, kv: KvLayer, attention: StepAttention
     ) -> Tensor:
         heads = self.qkv(x).view(len(x), -1, self.head_dim)
         num_rotated = self.num_heads + self.num_kv_heads
         query, key, value = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            rms_norm_heads_(query, self.q_norm, self._eps)
-            rms_norm_heads_(key, self.k_norm, self._eps)
-        rotate_(heads[:, :num_rotated], cos_sin, positions)
+        norm_and_rotate_(
+            heads[:, :num_rotated],
+            cos_sin,
+            positions,
+            num_query_heads=self.num_heads,
+            query_norm=self.q_norm,
+            key_norm=self.k_norm,
+            eps=self._eps,
+        )
         store_kv(key, value, slots, *kv)
-        attended = paged_attention(query, *kv, plan, self._scale, self._window)
+        attended = attention.attend(query, kv, self._scale, self._window)
         return self.output(attended.view(len(x), -1))
 
 
@@ -132,7 +136,7 @@ class LlamaModel:
         return total
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], plan: AttentionPlan
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], attention: StepAttention
     ) -> Tensor:
         """Compute the hidden states of a step's tokens, and write their keys and values into the cache.
 
@@ -141,14 +145,14 @@ class LlamaModel:
             positions: [num_tokens] int64.
             slots: [num_tokens] int64, where each token's keys and values go.
             kv: the caches of each layer.
-            plan: of this step.
+            attention: of this step.
         Returns:
             [num_tokens, hidden_size] float32, the residual stream; ``logits`` does the rest for tokens that need it.
         """
         residual = self.embedding(input_ids).float()
         x = rms_norm(residual, self.layers[0].attention_norm, self._eps)
         for index, layer in enumerate(self.layers):
-            x = layer.attention(x, positions, slots, self._cos_sin, kv[index], plan)
+            x = layer.attention(x, positions, slots, self._cos_sin, kv[index], attention)
             x = rms_norm(x, layer.mlp_norm, self._eps, residual)
             x = layer.down(silu_mul(layer.gate_up(x)))
             if index + 1 < len(self.layers):

@@ -11,18 +11,22 @@ import torch
 from torch import Tensor
 
 from maniple_kernels.backend import fits_cpu_kernels
-from maniple_kernels.paged_attention import AttentionPlan
 from service_chassis.errors import InvalidParameter
 from service_chassis.tensor_parallel import SplitSizes, split_rule
+from worker_service.attention.base import KvLayer, StepAttention
 from worker_service.models.checkpoint import check_checkpoint, load_checkpoint
 from worker_service.models.config import LlamaConfig, load_config
 from worker_service.models.layers import Placement
-from worker_service.models.llama import KvLayer, LlamaModel
+from worker_service.models.llama import LlamaModel
 from worker_service.platforms.base import Platform
 from worker_service.runner import LoadOptions
 from worker_service.tensor_group import TensorGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Sequence[KvLayer], StepAttention], Tensor]
+"""``Model.forward``, or what was compiled of it."""
 
 
 class Model(Protocol):
@@ -38,7 +42,7 @@ class Model(Protocol):
         """KV heads on this rank."""
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], plan: AttentionPlan
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], attention: StepAttention
     ) -> Tensor:
         """Return [num_tokens, hidden_size]; keys and values of the tokens are in the cache afterwards."""
 

@@ -24,6 +24,14 @@ def architecture_of(device: torch.device) -> int:
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Return how many programs ``device`` runs side by side, in units of multiprocessors."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def compiled_width(size: int) -> int:
     """Return the size of a tile that holds ``size`` elements: tiles are powers of two, and 16 at least for products."""
     return max(16, int(triton.next_power_of_2(size)))

@@ -9,6 +9,8 @@ Source: Dao et al. 2023 (split keys for decoding), Kwon et al. 2023. Behaviour o
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import triton
 import triton.language as tl
@@ -145,6 +147,12 @@ class DecodeScratch:
         self.num_splits = num_splits
         self.parts = torch.empty(max_num_reqs * num_heads * num_splits * head_dim, dtype=torch.float32, device=device)
         self.weights = torch.empty(max_num_reqs * num_heads * num_splits, dtype=torch.float32, device=device)
+
+    def cut(self, num_splits: int) -> DecodeScratch:
+        """Return the same memory for another number of splits, and as many fewer requests."""
+        other = copy.copy(self)
+        other.num_splits = num_splits
+        return other
 
 
 def num_splits_for(num_reqs: int, num_kv_heads: int, max_seq_len: int, num_processors: int) -> int:

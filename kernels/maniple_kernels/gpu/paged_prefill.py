@@ -209,10 +209,11 @@ def paged_prefill(
 def tile_queries(query: Tensor, key_cache: Tensor) -> int:
     """Return how many queries a tile takes for tensors like these: what ``plan_tiles`` must be given."""
     group = query.shape[1] // key_cache.shape[1]
-    shape = attention_shape(
-        "paged_prefill",
-        architecture_of(query.device),
-        width=compiled_width(query.shape[2]),
-        itemsize=key_cache.element_size(),
-    )
+    return tile_queries_for(group, query.shape[2], key_cache.element_size(), query.device)
+
+
+def tile_queries_for(group: int, head_dim: int, itemsize: int, device: torch.device) -> int:
+    """As ``tile_queries``, for ``group`` query heads a KV head and elements of ``itemsize`` bytes in the cache."""
+    width = compiled_width(head_dim)
+    shape = attention_shape("paged_prefill", architecture_of(device), width=width, itemsize=itemsize)
     return queries_per_tile(group, max(shape.rows, triton.next_power_of_2(group)))

@@ -203,7 +203,9 @@ def test_tokens_of_other_ranks_are_not_trusted(tmp_path: Path) -> None:
     def body(group: SocketProcessGroup) -> list[int]:
         driver = RunnerDriver(directory, group=group)
         if group.rank == 1:  # what it would sample is wrong, and nobody may notice
-            driver.runner._sampler.sample = lambda logits, rows, noting: np.full(len(rows), 3, np.int32)  # type: ignore[method-assign]
+            outputs = driver.runner._outputs
+            assert outputs is not None
+            outputs.sampler.sample = lambda logits, rows, noting: np.full(len(rows), 3, np.int32)  # type: ignore[method-assign]
         return driver.generate(0, PROMPTS[0], 5)
 
     alone = RunnerDriver(directory).generate(0, PROMPTS[0], 5)

@@ -1,0 +1,50 @@
+"""Put together what runs a model's forward on this device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from worker_service.attention.base import AttentionSpec
+from worker_service.attention.registry import AUTO, choose_attention_backend
+from worker_service.forward.forward_pass import ForwardPass
+from worker_service.forward.graph_runner import GraphRunner
+from worker_service.forward.recorder import Recorder
+from worker_service.forward.step_arrays import DeviceStepArrays, HostStepArrays, StepArrays
+from worker_service.models.registry import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOptions:
+    """How a forward is run; what it computes does not depend on it, but for rounding."""
+
+    attention_backend: str = AUTO
+    recorder: Recorder | None = None  # None: the device's own, if it has one
+
+
+def assemble_forward(model: Model, spec: AttentionSpec, options: ForwardOptions) -> ForwardPass:
+    """Return the forward pass of ``model``.
+
+    Raises:
+        InvalidParameter: the attention that was asked for cannot serve it.
+    """
+    attention = choose_attention_backend(options.attention_backend, spec)
+    recorder = options.recorder or _recorder_of(spec.device)
+    if recorder is None:
+        return ForwardPass(model.forward, attention, HostStepArrays(), None)
+    arrays: StepArrays = DeviceStepArrays(
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_blocks=-(-spec.max_model_len // spec.block_size),
+        device=spec.device,
+    )
+    return ForwardPass(model.forward, attention, arrays, GraphRunner(model.forward, attention, arrays, recorder))
+
+
+def _recorder_of(device: torch.device) -> Recorder | None:
+    if device.type != "cuda":
+        return None
+    from worker_service.forward.cuda_recorder import CudaRecorder
+
+    return CudaRecorder(device)
