@@ -125,6 +125,11 @@ def check_checkpoint(
     return entries
 
 
+def stored_types(directory: Path) -> dict[str, str]:
+    """Return the type in which a checkpoint stores each of its tensors: F32, BF16, ... Raises ``InvalidParameter``."""
+    return {name: entry.kind for path in _files(directory) for name, entry in _read_header(path).items()}
+
+
 def _refuse(path: Path, tensor: str, rule: str) -> NoReturn:
     _refuse_file(path, f"tensor {tensor} {rule}")
 

@@ -419,14 +419,18 @@ Global___IsPausedResponse: _TypeAlias = IsPausedResponse  # noqa: Y015
 
 @_typing.final
 class SleepRequest(_message.Message):
-    """Give memory back."""
+    """Give memory back. The server is not ready meanwhile, and treats requests as while generation is paused. What the KV
+    cache held is lost: requests that are kept are computed anew, to the same tokens.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     level: _builtins.int
-    """0: only pause, the same as PauseGeneration. 1: weights to the host, KV dropped. 2: both dropped."""
+    """0: only pause, the same as PauseGeneration. 1: weights to the host (from a CPU: to disk), KV dropped. 2: both dropped;
+    weights are read from their source again when they wake, unless UpdateWeights brings others.
+    """
     mode: Global___PauseMode.ValueType
     """What happens to requests."""
     def __init__(
@@ -444,17 +448,58 @@ class SleepRequest(_message.Message):
 Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
 
 @_typing.final
+class RankMemory(_message.Message):
+    """Memory of one rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    TAKEN_BYTES_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Its group."""
+    rank: _builtins.int
+    """Its place."""
+    freed_bytes: _builtins.int
+    """Bytes it gave back in this call."""
+    taken_bytes: _builtins.int
+    """Bytes it takes now: of its device, or as a process where that is a CPU."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        freed_bytes: _builtins.int = ...,
+        taken_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "group", b"group", "rank", b"rank", "taken_bytes", b"taken_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankMemory: _TypeAlias = RankMemory  # noqa: Y015
+
+@_typing.final
 class SleepResponse(_message.Message):
     """Asleep."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankMemory]:
+        """All ranks, with levels 1 and 2."""
+
     def __init__(
         self,
+        *,
+        ranks: _abc.Iterable[Global___RankMemory] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -462,14 +507,18 @@ Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
 
 @_typing.final
 class WakeUpRequest(_message.Message):
-    """Take memory again."""
+    """Take memory again. Requests are computed as soon as nothing sleeps: `scheduling` wakes with the last of the others,
+    unless generation was paused already when they went to sleep.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TAGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """weights, kv_cache, scheduling. None: all. What does not sleep stays as it is."""
+        """weights, kv_cache, scheduling. None: all. What does not sleep stays as it is. `scheduling` alone is refused while
+        memory sleeps.
+        """
 
     def __init__(
         self,
@@ -490,12 +539,19 @@ class WakeUpResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankMemory]:
+        """All ranks, where memory was taken."""
+
     def __init__(
         self,
+        *,
+        ranks: _abc.Iterable[Global___RankMemory] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -714,13 +770,16 @@ Global___ListLorasResponse: _TypeAlias = ListLorasResponse  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsRequest(_message.Message):
-    """Replace weights from a checkpoint."""
+    """Replace weights from a checkpoint, in all groups or in none: one that does not fit, in configuration, names, shapes or
+    types, leaves the old ones serving. Requests wait meanwhile, new ones too, and go on with the new weights, which compute
+    anew all they have; the prefix cache is forgotten. Weights that sleep are awake afterwards.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """A directory on the workers."""
+    """A model directory on the workers."""
     def __init__(
         self,
         *,

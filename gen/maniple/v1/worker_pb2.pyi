@@ -110,6 +110,8 @@ class DescribeResponse(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     STEP_US_PER_TOKEN_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
+    SLEEPING_TAGS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_PATH_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
     """New for every start of the process."""
     min_protocol_version: _builtins.int
@@ -150,6 +152,10 @@ class DescribeResponse(_message.Message):
     """What ProfileMemory found, so that an adopter knows the time budget of a step. 0 before."""
     backend: _builtins.str
     """What FormGroup answered; empty before."""
+    weights_path: _builtins.str
+    """Where the weights came from that replaced those of `model.source`; empty where none did. A group whose ranks differ in
+    it cannot go on.
+    """
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Optional features it has, by name."""
@@ -161,6 +167,10 @@ class DescribeResponse(_message.Message):
     @_builtins.property
     def limits(self) -> Global___GroupLimits:
         """Limits the group was formed with; unset before AllocateKvCache."""
+
+    @_builtins.property
+    def sleeping_tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What sleeps, of weights and kv_cache. Until nothing does, deltas are taken in mode APPLY_ONLY alone."""
 
     def __init__(
         self,
@@ -188,10 +198,12 @@ class DescribeResponse(_message.Message):
         world_size: _builtins.int = ...,
         step_us_per_token: _builtins.float = ...,
         backend: _builtins.str = ...,
+        sleeping_tags: _abc.Iterable[_builtins.str] | None = ...,
+        weights_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "backend", b"backend", "completed", b"completed", "device", b"device", "epoch", b"epoch", "features", b"features", "formation_id", b"formation_id", "health_address", b"health_address", "incarnation_id", b"incarnation_id", "limits", b"limits", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_rows", b"num_rows", "num_tombstones", b"num_tombstones", "owner_address", b"owner_address", "owner_silent_for_ms", b"owner_silent_for_ms", "pid", b"pid", "rank", b"rank", "stage", b"stage", "step_us_per_token", b"step_us_per_token", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "backend", b"backend", "completed", b"completed", "device", b"device", "epoch", b"epoch", "features", b"features", "formation_id", b"formation_id", "health_address", b"health_address", "incarnation_id", b"incarnation_id", "limits", b"limits", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_rows", b"num_rows", "num_tombstones", b"num_tombstones", "owner_address", b"owner_address", "owner_silent_for_ms", b"owner_silent_for_ms", "pid", b"pid", "rank", b"rank", "sleeping_tags", b"sleeping_tags", "stage", b"stage", "step_us_per_token", b"step_us_per_token", "version", b"version", "weights_path", b"weights_path", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1441,7 +1453,9 @@ Global___GetModelFilesResponse: _TypeAlias = GetModelFilesResponse  # noqa: Y015
 
 @_typing.final
 class WorkerServiceSleepRequest(_message.Message):
-    """Give memory back."""
+    """Give memory back. Before it the owner has every row preempted and the prefix cache forgotten: what is in the KV cache is
+    lost, and reads as zeros when it wakes. What sleeps already stays as it is.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1453,7 +1467,7 @@ class WorkerServiceSleepRequest(_message.Message):
     after_step: _builtins.int
     """Made with no step in flight."""
     level: _builtins.int
-    """1 or 2."""
+    """1: weights are kept elsewhere. 2: they are read from their source again when they wake, or replaced by others."""
     def __init__(
         self,
         *,
@@ -1476,16 +1490,20 @@ class WorkerServiceSleepResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FREED_BYTES_FIELD_NUMBER: _builtins.int
+    TAKEN_BYTES_FIELD_NUMBER: _builtins.int
     freed_bytes: _builtins.int
     """Bytes given back."""
+    taken_bytes: _builtins.int
+    """Bytes that the rank takes now: of its device, or as a process where that is a CPU."""
     def __init__(
         self,
         *,
         freed_bytes: _builtins.int = ...,
+        taken_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "taken_bytes", b"taken_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1493,7 +1511,7 @@ Global___WorkerServiceSleepResponse: _TypeAlias = WorkerServiceSleepResponse  # 
 
 @_typing.final
 class WorkerServiceWakeUpRequest(_message.Message):
-    """Take memory again."""
+    """Take memory again. Where it is not there to be had, the rank refuses with FAILED_PRECONDITION and sleeps on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1529,12 +1547,17 @@ class WorkerServiceWakeUpResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TAKEN_BYTES_FIELD_NUMBER: _builtins.int
+    taken_bytes: _builtins.int
+    """As in WorkerServiceSleepResponse."""
     def __init__(
         self,
+        *,
+        taken_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["taken_bytes", b"taken_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1542,29 +1565,62 @@ Global___WorkerServiceWakeUpResponse: _TypeAlias = WorkerServiceWakeUpResponse  
 
 @_typing.final
 class WorkerServiceUpdateWeightsRequest(_message.Message):
-    """Replace weights."""
+    """Replace weights: two calls on every rank, so that it happens on all of them or on none. Before COMMIT the owner has
+    every row preempted and the prefix cache forgotten: what is in the KV cache came from other weights.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    class _Phase:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[WorkerServiceUpdateWeightsRequest._Phase.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        PHASE_UNSPECIFIED: WorkerServiceUpdateWeightsRequest._Phase.ValueType  # 0
+        """As STAGE."""
+        PHASE_STAGE: WorkerServiceUpdateWeightsRequest._Phase.ValueType  # 1
+        """Check the checkpoint and read it, beside the weights that serve. All that can be refused is refused here."""
+        PHASE_COMMIT: WorkerServiceUpdateWeightsRequest._Phase.ValueType  # 2
+        """Put what was read in place. Weights that slept are awake then."""
+        PHASE_ABANDON: WorkerServiceUpdateWeightsRequest._Phase.ValueType  # 3
+        """Let go of what was read, if anything was. So does a new epoch."""
+
+    class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
+        """Which call."""
+
+    PHASE_UNSPECIFIED: WorkerServiceUpdateWeightsRequest.Phase.ValueType  # 0
+    """As STAGE."""
+    PHASE_STAGE: WorkerServiceUpdateWeightsRequest.Phase.ValueType  # 1
+    """Check the checkpoint and read it, beside the weights that serve. All that can be refused is refused here."""
+    PHASE_COMMIT: WorkerServiceUpdateWeightsRequest.Phase.ValueType  # 2
+    """Put what was read in place. Weights that slept are awake then."""
+    PHASE_ABANDON: WorkerServiceUpdateWeightsRequest.Phase.ValueType  # 3
+    """Let go of what was read, if anything was. So does a new epoch."""
 
     EPOCH_FIELD_NUMBER: _builtins.int
     AFTER_STEP_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The present epoch."""
     after_step: _builtins.int
     """Made with no step in flight."""
     path: _builtins.str
-    """A checkpoint."""
+    """A model directory, with STAGE."""
+    phase: Global___WorkerServiceUpdateWeightsRequest.Phase.ValueType
+    """Which of the calls."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         after_step: _builtins.int = ...,
         path: _builtins.str = ...,
+        phase: Global___WorkerServiceUpdateWeightsRequest.Phase.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_step", b"after_step", "epoch", b"epoch", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_step", b"after_step", "epoch", b"epoch", "path", b"path", "phase", b"phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1572,21 +1628,25 @@ Global___WorkerServiceUpdateWeightsRequest: _TypeAlias = WorkerServiceUpdateWeig
 
 @_typing.final
 class WorkerServiceUpdateWeightsResponse(_message.Message):
-    """Replaced."""
+    """Done."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_TENSORS_FIELD_NUMBER: _builtins.int
+    TAKEN_BYTES_FIELD_NUMBER: _builtins.int
     num_tensors: _builtins.int
-    """Tensors replaced."""
+    """Tensors of the checkpoint, with STAGE."""
+    taken_bytes: _builtins.int
+    """As in WorkerServiceSleepResponse."""
     def __init__(
         self,
         *,
         num_tensors: _builtins.int = ...,
+        taken_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tensors", b"num_tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tensors", b"num_tensors", "taken_bytes", b"taken_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
