@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from worker_service.pending_step import PendingStep
 from worker_service.process_group import ProcessGroup
 from worker_service.step_work import StepOutput, StepWork
 
@@ -92,8 +93,13 @@ class ModelRunner(Protocol):
     def apply(self, work: StepWork) -> None:
         """Apply the bookkeeping of a delta: rows that leave, enter and change, block copies. First half of a step."""
 
-    def execute(self, work: StepWork) -> StepOutput:
-        """Compute and sample the step whose bookkeeping was just applied. Only for RUN and DUMMY."""
+    def execute(self, work: StepWork) -> StepOutput | PendingStep:
+        """Compute and sample the step whose bookkeeping was just applied. Only for RUN and DUMMY.
+
+        Returns:
+            What came out; or the step as it was launched, where the device goes on with it by itself. The next work is
+            applied before that is settled only if it admits it.
+        """
 
     def known_tokens(self, req_index: int) -> list[int]:
         """Return all known tokens of a live row: given and sampled."""
