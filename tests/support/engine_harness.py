@@ -25,6 +25,7 @@ from control_plane.generation import (
     TextChoice,
 )
 from control_plane.generation_stream import GenerationStream
+from control_plane.step_trace import GroupTrace
 from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.model_text import load_model_text
 from service_chassis.ids import RequestId
@@ -44,20 +45,22 @@ async def running_engine(
     *,
     ids: RequestIds | None = None,
     grammars: GrammarCompiler | None = None,
+    trace: GroupTrace | None = None,
     **config: Any,
 ) -> AsyncIterator[Engine]:
     """Form a group, run an engine on it, and check the books when the block ends.
 
-    ``grammars`` stay open, for several engines one after another; without them the engine has its own.
+    ``grammars`` stay open, for several engines one after another; without them the engine has its own. So does
+    ``trace``, if there is one.
     """
     # One thread: tests run side by side, and threads of one step that wait for each other crawl on shared cores.
     config = {"executor": "uni", "device": "cpu", "num_threads": 1, **config}
     resolved = resolve_auto(ControlPlaneConfig(model=model, **config), has_gpu=False, on_terminal=False)
-    group = build_group(resolved, model, "")
+    group = build_group(resolved, model, "", trace=trace)
     facts = await group.form()
     text = load_model_text(model)
     own = GrammarCompiler(lambda: text)
-    engine = build_engine(resolved, group, facts, text.tokenizer, ids, grammars=grammars or own)
+    engine = build_engine(resolved, group, facts, text.tokenizer, ids, grammars=grammars or own, trace=trace)
     loop = asyncio.create_task(engine.run())
     try:
         yield engine
