@@ -41,15 +41,15 @@ COLOURS = {"ours": "#0b6e4f", "ours-q4": "#6fb98f", "ours-int8": "#6fb98f", "vll
 
 def concurrency(lines: Lines) -> Figure | None:
     """Return output tokens/s of every server against the number of requests at once."""
-    points: dict[str, list[list[float]]] = {}
+    points: dict[str, list[tuple[float, float]]] = {}
     for bench in ("concurrency", "concurrency-q4"):
         points |= lines.get(bench, {}).get("points", {})
     if not points:
         return None
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
     for name, found in points.items():
-        at, tokens = zip(*found, strict=True)
-        axes.plot(at, tokens, marker="o", label=NAMES.get(name, name), color=COLOURS.get(name))
+        at = [one for one, _ in found]
+        axes.plot(at, [tokens for _, tokens in found], marker="o", label=NAMES.get(name, name), color=COLOURS.get(name))
     axes.set_xscale("log", base=2)
     axes.set_xticks(at, [f"{one:g}" for one in at])
     axes.set_ylim(bottom=0)
@@ -59,9 +59,7 @@ def concurrency(lines: Lines) -> Figure | None:
 
 def latency(lines: Lines) -> Figure | None:
     """Return the distributions of the open loop: the share of values that are no larger."""
-    runs = next(
-        (line["runs"] for bench, line in lines.items() if bench.startswith("open-loop") and "runs" in line), None
-    )
+    runs = _first(lines, "open-loop", "runs")
     if not runs:
         return None
     figure, both = pyplot.subplots(1, 2, figsize=(9.0, 3.8), sharey=True)
@@ -81,10 +79,7 @@ def latency(lines: Lines) -> Figure | None:
 
 def steps(lines: Lines) -> Figure | None:
     """Return the cost of a steady step against rows (at the shortest context) and against context (of most rows)."""
-    found = next(
-        (line["measured"] for bench, line in lines.items() if bench.startswith("steps") and "measured" in line), []
-    )
-    points = [case for one in found for case in one.get("cases", ())]
+    points = [case for one in _first(lines, "steps", "measured") for case in one.get("cases", ())]
     if not points:
         return None
     figure, (by_rows, by_context) = pyplot.subplots(1, 2, figsize=(9.0, 3.8))
@@ -94,9 +89,9 @@ def steps(lines: Lines) -> Figure | None:
             (by_rows, "rows", [case for case in points if case["context"] == shortest]),
             (by_context, "context", [case for case in points if case["rows"] == most]),
         ):
-            with_side = sorted((case[key], case[side]) for case in kept if case.get(side) is not None)
-            if with_side:
-                at, cost = zip(*with_side, strict=True)
+            costs = sorted((case[key], case[side]) for case in kept if case.get(side) is not None)
+            if costs:
+                at, cost = zip(*costs, strict=True)
                 axes.plot(at, cost, marker="o", label=NAMES[side].split()[0], color=COLOURS[side])
     _named(by_rows, f"decoding rows, context {shortest}", "host µs a step", "")
     _named(by_context, f"context in tokens, {most} rows", "", "")

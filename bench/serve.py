@@ -21,6 +21,7 @@ from typing import Any
 from doors import make_door
 from load import Door, Length, make_prompts, run_closed, run_open
 from report import compare, summarize, table
+from servers import wait_until_ready
 
 OURS, PEER = "ours", "peer"
 
@@ -72,20 +73,6 @@ def started(command: str | None, name: str) -> Iterator[subprocess.Popen[bytes] 
                 process.wait()
 
 
-async def wait_for(door: Door, process: subprocess.Popen[bytes] | None, timeout_s: float) -> int:
-    """Wait until the server answers; return its vocabulary's size."""
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            return await door.vocab_size()
-        except OSError as error:  # ConnectionError among them
-            if process is not None and process.poll() is not None:
-                raise SystemExit(f"the server ended with exit code {process.returncode}; see its log") from error
-            if time.monotonic() > end:
-                raise SystemExit(f"the server did not answer within {timeout_s:g} s: {error}") from error
-        await asyncio.sleep(0.25)
-
-
 async def measure(door: Door, name: str, arguments: argparse.Namespace, vocab_size: int, run: int) -> dict[str, Any]:
     """Send one run's load and return its figures. Each run has prompts of its own, the same for both servers."""
     prompts = make_prompts(
@@ -113,7 +100,8 @@ async def bench(arguments: argparse.Namespace, processes: Sequence[subprocess.Po
     try:
         for (name, kind, url), process in zip(sides, processes, strict=True):
             door = await make_door(kind, url, arguments.model, arguments.vocab_size).__aenter__()
-            vocab_size = await wait_for(door, process, arguments.ready_timeout_s)
+            exit_code = process.poll if process else lambda: None
+            vocab_size = await wait_until_ready(door, exit_code, arguments.ready_timeout_s)
             doors.append((name, door, vocab_size))
             if arguments.warmup:
                 output_len = Length(8, 8)
@@ -141,7 +129,10 @@ async def bench(arguments: argparse.Namespace, processes: Sequence[subprocess.Po
 def main() -> int:
     arguments = parser().parse_args()
     with started(arguments.start, OURS) as ours, started(arguments.start_peer, PEER) as peer:
-        result = asyncio.run(bench(arguments, [ours, peer] if arguments.peer else [ours]))
+        try:
+            result = asyncio.run(bench(arguments, [ours, peer] if arguments.peer else [ours]))
+        except RuntimeError as error:
+            raise SystemExit(f"a server cannot be measured: {error}") from error
     print(result["load"])
     print(table(result["runs"]))
     if "median_ratio" in result:

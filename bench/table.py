@@ -25,7 +25,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ async def lines_of(
     return await within(ROW_TIMEOUT_S, run_beside(beside, sides, arguments.pairs, seed))
 
 
-async def run(arguments: argparse.Namespace, where: Places) -> AsyncIterator[dict[str, Any]]:
+async def run(arguments: argparse.Namespace, where: Places) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the lines of every row as they come. What goes wrong in a row, or in its servers, is told in its lines."""
     num_rows, done, began = sum(len(scene.rows) for scene in arguments.scenes), 0, time.monotonic()
 
