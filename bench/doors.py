@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,8 @@ import grpc.aio
 
 from load import Door
 from maniple_client import AsyncClient, Chunk, ManipleError
+
+KINDS = ("maniple", "vllm", "openai", "llama")
 
 
 class ManipleDoor:
@@ -93,8 +96,9 @@ class OpenAiDoor:
     HTTP by hand: a client library would cost more CPU than the server's own work at these sizes.
     """
 
-    def __init__(self, url: str, model: str, vocab_size: int) -> None:
+    def __init__(self, url: str, model: str, vocab_size: int, extra: Mapping[str, Any] = MappingProxyType({})) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
+        self._extra = extra
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._model = model
         self._vocab_size = vocab_size
@@ -122,12 +126,15 @@ class OpenAiDoor:
             "stream": True,
             # Text may lag behind tokens; only the running count says when a token was made.
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **self._extra,
         }
         seen = 0
         async for event in _server_sent_events(self._call("POST", "/v1/completions", request)):
             if "error" in event:
                 raise RuntimeError(json.dumps(event["error"]))
-            count = (event.get("usage") or {}).get("completion_tokens", seen + bool(event.get("choices")))
+            count = (event.get("usage") or {}).get("completion_tokens")
+            if count is None:  # llama.cpp's running count
+                count = (event.get("timings") or {}).get("predicted_n", seen + bool(event.get("choices")))
             if count > seen:
                 yield count - seen
                 seen = count
@@ -178,9 +185,10 @@ async def _server_sent_events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict
 
 
 def make_door(kind: str, url: str, model: str, vocab_size: int) -> Door:
-    """Return the door of one of the kinds maniple, vllm, openai."""
+    """Return the door of one of the kinds maniple, vllm, openai, llama (OpenAI's with what llama.cpp adds)."""
     if kind == "maniple":
         return ManipleDoor(url)
     if kind == "vllm":
         return VllmEngineDoor(url)
-    return OpenAiDoor(url, model, vocab_size)
+    extra = {"timings_per_token": True} if kind == "llama" else {}
+    return OpenAiDoor(url, model, vocab_size, extra)

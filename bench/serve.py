@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from doors import make_door
+from doors import KINDS, make_door
 from load import Door, Length, make_prompts, run_closed, run_open
 from report import compare, summarize, table
 from servers import wait_until_ready
@@ -29,11 +29,11 @@ OURS, PEER = "ours", "peer"
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     server = made.add_argument_group("servers")
-    server.add_argument("--door", choices=("maniple", "vllm", "openai"), default="maniple", help="how to reach it")
+    server.add_argument("--door", choices=KINDS, default="maniple", help="how to reach it")
     server.add_argument("--url", default="127.0.0.1:50051", help="where it listens")
     server.add_argument("--start", metavar="COMMAND", help="start the server with this command, and stop it at the end")
     server.add_argument("--peer", metavar="URL", help="measure this server too, in turns")
-    server.add_argument("--peer-door", choices=("maniple", "vllm", "openai"), default="openai", help="how to reach it")
+    server.add_argument("--peer-door", choices=KINDS, default="openai", help="how to reach it")
     server.add_argument("--start-peer", metavar="COMMAND", help="start the peer with this command")
     server.add_argument("--model", default="", help="model name for --door openai; empty: the first one served")
     server.add_argument("--vocab-size", type=int, default=49152, help="number of ids, where the server does not tell")

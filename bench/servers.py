@@ -84,7 +84,7 @@ RECIPES: dict[str, Recipe] = {
     "ours-q4": _ours("--gguf"),
     "vllm": _vllm("bfloat16"),
     "vllm-float32": _vllm("float32"),
-    "llama": Recipe(door="openai", words=_llama),
+    "llama": Recipe(door="llama", words=_llama),
 }
 
 

@@ -54,16 +54,26 @@ def test_lengths_that_are_none_are_refused(text: str) -> None:
         Length.read(text)
 
 
-def test_openai_stream_counts_tokens_by_the_running_usage() -> None:
+_AS_VLLM = [
+    {"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}},
+    {"choices": [{"text": ""}], "usage": {"completion_tokens": 3}},
+    {"choices": [{"text": "bcd"}], "usage": {"completion_tokens": 4}},
+    {"choices": [], "usage": {"completion_tokens": 4}},
+]
+# Its last event with a choice has no token, and only that one the usage.
+_AS_LLAMA_CPP = [
+    {"choices": [{"text": "a"}], "timings": {"predicted_n": 1}},
+    {"choices": [{"text": "b"}], "timings": {"predicted_n": 3}},
+    {"choices": [{"text": "c"}], "timings": {"predicted_n": 4}},
+    {"choices": [{"text": "", "finish_reason": "length"}], "usage": {"completion_tokens": 4}},
+]
+
+
+@pytest.mark.parametrize("events", [_AS_VLLM, _AS_LLAMA_CPP], ids=["vllm", "llama.cpp"])
+def test_openai_stream_counts_tokens_by_the_running_count(events: list[dict[str, Any]]) -> None:
     """Against a server of a few lines: chunked, two events in one chunk, an event over two chunks, text that lags."""
     from doors import OpenAiDoor
 
-    events = [
-        {"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}},
-        {"choices": [{"text": ""}], "usage": {"completion_tokens": 3}},
-        {"choices": [{"text": "bcd"}], "usage": {"completion_tokens": 4}},
-        {"choices": [], "usage": {"completion_tokens": 4}},
-    ]
     body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
