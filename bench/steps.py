@@ -1,24 +1,30 @@
 """What does one steady step cost, apart from the model?
 
 Every decoding row yields one token a step; everything else in that step is ours: planning it (schedule), writing the
-delta (build), handing it to gRPC (send), reading, checking and applying it on the worker (apply), and reading the
-result, counting it and giving every request its token (result). None of it may grow with the context, and what the wire
-carries is a few bytes for the rows that cross a block boundary.
+delta (build), writing it to the ring that child processes read (send), reading, checking and applying it on the worker
+(apply), and reading the result, counting it and giving every request its token (result). None of it may grow with the
+context, and what the wire carries is a few bytes for the rows that cross a block boundary.
 
 And how does a step get to several child processes on this host? Through the shared-memory ring and over a stream on a
 Unix socket each, in turns, to 1, 2, 4 and 8 readers: latency until the last one has it parsed, and CPU of both ends.
 
 There is no model and no text here: sampled ids are made up. Rows are staggered, so that in every step one in block_size
 begins a block. Times are microseconds, means over the steps with the 90th percentile beside them; "host" is schedule +
-build + result, what the control plane spends on a step beside sending it.
+build + send + result, what the control plane spends on a step.
+
+With --peer VENV the same in vLLM, installed there (see bench/README.md): its Scheduler.schedule, its message queue's
+enqueue to one reader process, its Scheduler.update_from_output; three rounds of both, in turns, the median counts. Both
+without detokenizer, client sockets and the model; parsing the result counts for ours and not for vLLM's.
 
 Examples:
-  python bench/steps.py                              # 1, 16, 64, 256 rows at 128 and 4096 tokens; 1000 waiting
+  python bench/steps.py                    # 1, 16, 64, 256 rows at 128 and 4096 tokens; some with others waiting
+  python bench/steps.py --rows 16,64,256 --peer /tmp/vllm --readers 0
+  python bench/steps.py --rows 256 --contexts 128,32000 --readers 0     # needs 3 GB for what it does not look at
   python bench/steps.py --rows 256 --contexts 128 --steps 2000
   python bench/steps.py --rows 1024 --block-size 32 --no-send --readers 0
   python bench/steps.py --rows 0 --readers 2,8 --messages 3000        # ring against stream alone
 
-The last line is one JSON object with the same figures.
+Ends with one JSON object with the same figures, and with one line of JSON for each goal.
 """
 
 from __future__ import annotations
@@ -27,28 +33,27 @@ import argparse
 import asyncio
 import gc
 import json
-import multiprocessing
 import random
 import statistics
-import tempfile
-from collections.abc import AsyncIterator, Callable
+import subprocess
+import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
 from time import perf_counter_ns
 from typing import Any
 
-import grpc
 from rich.console import Console
 from rich.table import Table
 
-from broadcast import HEAD, Load, compare, line
+from broadcast import HEAD, Load, RingTransport, compare, line
 from control_plane.deltas import DeltaEncoder, row_payload, step_tokens
 from control_plane.generation import SamplingChoice
 from control_plane.scheduling.plan import StepPlan
 from control_plane.scheduling.request import Request
 from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
-from maniple.v1 import worker_pb2, worker_pb2_grpc
+from maniple.v1 import worker_pb2
 from maniple.v1.scheduler_delta_pb2 import StepResult
 from service_chassis.ids import RequestId
 from worker_service.batch_state import BatchLimits, BatchState
@@ -58,73 +63,39 @@ WARM_UP_STEPS = 40
 PHASES = ("schedule", "build", "send", "apply", "result")
 
 
-async def swallow(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-    async for _ in requests:
-        pass
-    yield b""
-
-
-def serve_sink(address: str, ready: Any) -> None:
-    """Be a worker that reads its Steps stream and does nothing, in a process of its own."""
-
-    async def run() -> None:
-        server = grpc.aio.server()
-        steps: Any = grpc.stream_stream_rpc_method_handler(swallow)
-        server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler("maniple.v1.WorkerService", {"Steps": steps})]
-        )
-        server.add_insecure_port(address)
-        await server.start()
-        ready.set()
-        await server.wait_for_termination()
-
-    asyncio.run(run())
-
-
 class Sender:
-    """A Steps stream over a Unix socket, written from a loop of its own; its clock runs inside that loop."""
+    """The ring to one process that reads it, written from an event loop of its own; its clock runs inside that loop."""
 
-    def __init__(self, directory: str) -> None:
-        address = f"unix:{Path(directory) / 'sink.sock'}"
-        spawn = multiprocessing.get_context("spawn")
-        ready = spawn.Event()
-        self._process = spawn.Process(target=serve_sink, args=(address, ready), daemon=True)
-        self._process.start()
-        if not ready.wait(30):
-            raise TimeoutError("the sink process did not start within 30 s")
+    def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._call: Any = self._do(self._open(address))
-
-    async def _open(self, address: str) -> Any:
-        self._channel = grpc.aio.insecure_channel(address)
-        return worker_pb2_grpc.WorkerServiceStub(self._channel).Steps()
+        self._ring = RingTransport()
+        self._readers = self._do(self._ring.open(1))
 
     def _do(self, work: Any) -> Any:
         future: Future[Any] = asyncio.run_coroutine_threadsafe(work, self._loop)
         return future.result(timeout=30)
 
     def send(self, delta: bytes) -> int:
-        """Write one delta; return the nanoseconds until gRPC has taken it."""
+        """Write one delta; return the nanoseconds that took."""
         spent: int = self._do(self._write(delta))
         return spent
 
     async def _write(self, delta: bytes) -> int:
         started = perf_counter_ns()
-        await self._call.write(worker_pb2.StepsRequest(epoch=1, delta=delta))
+        self._ring.send(worker_pb2.StepsRequest(epoch=1, delta=delta))
         return perf_counter_ns() - started
 
     def close(self) -> None:
         self._do(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
-        self._process.terminate()
-        self._process.join(5)
 
     async def _end(self) -> None:
-        await self._call.done_writing()
-        await self._channel.close()
+        await self._ring.close()
+        for reader in self._readers:
+            await reader.communicate()
 
 
 class Case:
@@ -200,7 +171,7 @@ def measure(case: Case, steps: int, send: Callable[[bytes], int] | None) -> dict
     microseconds = {phase: [spent[phase] / 1000 for spent, _ in taken] for phase in PHASES}
     microseconds["host"] = [
         sum(parts)
-        for parts in zip(microseconds["schedule"], microseconds["build"], microseconds["result"], strict=True)
+        for parts in zip(*(microseconds[phase] for phase in ("schedule", "build", "send", "result")), strict=True)
     ]
     sizes = [size for _, size in taken]
     return {
@@ -247,10 +218,14 @@ def parse_arguments() -> argparse.Namespace:
         "--rows", type=numbers, default=[1, 16, 64, 256], help="decoding rows, default 1,16,64,256; 0: no such case"
     )
     parser.add_argument("--contexts", type=numbers, default=[128, 4096], help="tokens of a row, default 128,4096")
-    parser.add_argument("--waiting", type=int, default=1000, help="one more case with so many waiting; 0: none")
+    parser.add_argument(
+        "--waiting", type=numbers, default=[10, 1000], help="more cases with so many waiting, default 10,1000; 0: none"
+    )
     parser.add_argument("--steps", type=int, default=400, help="measured steps of a case, default 400")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block, default 16")
-    parser.add_argument("--no-send", action="store_true", help="start no sink process, write to no stream")
+    parser.add_argument("--no-send", action="store_true", help="start no reader process, write to no ring")
+    parser.add_argument("--peer", default="", metavar="VENV", help="compare with vLLM in this environment")
+    parser.add_argument("--pairs", type=int, default=3, help="rounds of ours and the peer, in turns, default 3")
     broadcast = parser.add_argument_group("ring against stream")
     broadcast.add_argument(
         "--readers", type=numbers, default=[1, 2, 4, 8], help="reader processes, default 1,2,4,8; 0: do not compare"
@@ -260,6 +235,83 @@ def parse_arguments() -> argparse.Namespace:
     broadcast.add_argument("--interval-ms", type=float, default=2.0, help="between messages, default 2")
     broadcast.add_argument("--rounds", type=int, default=3, help="of each transport, in turns, default 3")
     return parser.parse_args()
+
+
+def ours(rows: int, context: int, waiting: int, arguments: argparse.Namespace, sender: Sender | None) -> dict[str, Any]:
+    """Measure one case."""
+    case = Case(rows, context, waiting, arguments.steps, arguments.block_size)
+    figures = measure(case, arguments.steps, sender.send if sender else None)
+    return {"rows": rows, "context": context, "waiting": waiting, **figures}
+
+
+def vllms(cases: list[tuple[int, int, int]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the same cases in vLLM, by the interpreter of its environment."""
+    program = Path(__file__).with_name("vllm_steps.py")
+    command = [str(Path(arguments.peer) / "bin" / "python"), str(program), json.dumps(cases)]
+    options = ["--steps", str(arguments.steps), "--block-size", str(arguments.block_size)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"bench/steps.py: vLLM's scheduler did not run: {done.stderr[-2000:]}")
+    return [json.loads(one) for one in done.stdout.splitlines() if one.startswith("{")]
+
+
+def beside_peer(
+    cases: list[tuple[int, int, int]], arguments: argparse.Namespace, sender: Sender | None
+) -> list[dict[str, Any]]:
+    """Measure both in turns; return the medians of each case's rounds and of their ratios."""
+    rounds = []
+    for _ in range(arguments.pairs):
+        own = [ours(*case, arguments, sender) for case in cases]
+        rounds.append(list(zip(own, vllms(cases, arguments), strict=True)))
+    pairs = []
+    for place, (rows, context, waiting) in enumerate(cases):
+        found = [one[place] for one in rounds]
+        pairs.append(
+            {
+                "rows": rows,
+                "context": context,
+                "waiting": waiting,
+                "ours_us": statistics.median(own["host_us"]["mean"] for own, _ in found),
+                "peer_us": statistics.median(peer["host_us"]["mean"] for _, peer in found),
+                "ratio": round(statistics.median(p["host_us"]["mean"] / o["host_us"]["mean"] for o, p in found), 1),
+                "ours_bytes": found[0][0]["delta_bytes"]["mean"],
+                "peer_bytes": found[0][1]["bytes"],
+            }
+        )
+    return pairs
+
+
+def goals(results: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a line for each goal that something was measured for; ratios say how many times cheaper ours is."""
+    lines: list[dict[str, Any]] = []
+
+    def add(bench: str, ours: object, goal: str | None, peer: object = None, ratio: object = None) -> None:
+        lines.append({"bench": bench, "ours": ours, "peer": peer, "ratio": ratio, "goal": goal})
+
+    for pair in pairs:
+        name = f"host cost of a step, {pair['rows']} rows at {pair['context']}, {pair['waiting']} waiting, us"
+        wanted = "ratio >= 4" if pair["rows"] >= 256 else None  # fewer rows leave less to save
+        add(name, pair["ours_us"], wanted, pair["peer_us"], pair["ratio"])
+    steady = [one for one in results if not one["waiting"]]
+    if not steady:
+        return lines
+    most_rows = max(one["rows"] for one in steady)
+    most = [one for one in steady if one["rows"] == most_rows]
+    peer_bytes = {(pair["rows"], pair["context"]): pair["peer_bytes"] for pair in pairs}
+    for one in most:
+        size, peer = one["delta_bytes"]["max"], peer_bytes.get((one["rows"], one["context"]))
+        ratio = round(peer / size, 1) if peer else None
+        add(f"bytes of a delta, {one['rows']} rows at {one['context']}, largest", size, "ours <= 400", peer, ratio)
+    if len(most) > 1:
+        short, *_, long = sorted(most, key=lambda one: int(one["context"]))
+        times = round(long["host_us"]["mean"] / short["host_us"]["mean"], 2)
+        add(f"step at {long['context']} / step at {short['context']}, {most_rows} rows", times, "ours <= 1.2")
+    queues = sorted((one for one in results if one["waiting"]), key=lambda one: int(one["waiting"]))
+    if len(queues) > 1:
+        few, *_, many = queues
+        times = round(many["host_us"]["mean"] / few["host_us"]["mean"], 2)
+        add(f"step with {many['waiting']} waiting / with {few['waiting']}, {most_rows} rows", times, "ours <= 1.1")
+    return lines
 
 
 def compare_transports(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -285,26 +337,31 @@ def main() -> None:
     arguments = parse_arguments()
     cases = [(rows, context, 0) for rows in arguments.rows for context in arguments.contexts]
     if arguments.waiting and arguments.rows:
-        cases.append((max(arguments.rows), min(arguments.contexts), arguments.waiting))
+        cases += [(max(arguments.rows), min(arguments.contexts), waiting) for waiting in arguments.waiting]
     console = Console()
     results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="maniple-steps-") as directory:
-        sender = Sender(directory) if cases and not arguments.no_send else None
-        try:
-            for rows, context, waiting in cases:
-                with console.status(f"{rows} rows at {context} tokens, {waiting} waiting"):
-                    case = Case(rows, context, waiting, arguments.steps, arguments.block_size)
-                    figures = measure(case, arguments.steps, sender.send if sender else None)
-                results.append({"rows": rows, "context": context, "waiting": waiting, **figures})
-        finally:
-            if sender:
-                sender.close()
+    sender = Sender() if cases and not arguments.no_send else None
+    try:
+        for rows, context, waiting in cases:
+            with console.status(f"{rows} rows at {context} tokens, {waiting} waiting"):
+                results.append(ours(rows, context, waiting, arguments, sender))
+        pairs = beside_peer(cases, arguments, sender) if arguments.peer else []
+    finally:
+        if sender:
+            sender.close()
     if results:
         console.print(table(results))
+    for pair in pairs:
+        print(
+            f"{pair['rows']} rows at {pair['context']}, {pair['waiting']} waiting: ours {pair['ours_us']:.0f} us and "
+            f"{pair['ours_bytes']} bytes, vLLM {pair['peer_us']:.0f} us and {pair['peer_bytes']} bytes"
+        )
     rows = compare_transports(arguments) if arguments.readers else []
     broadcast = {"message_bytes": arguments.message_bytes, "interval_ms": arguments.interval_ms, "rows": rows}
     result = {"bench": "steps", "steps": arguments.steps, "block_size": arguments.block_size, "cases": results}
-    print(json.dumps(result | {"broadcast": broadcast}))
+    print(json.dumps(result | {"broadcast": broadcast, "beside_vllm": pairs}))
+    for goal in goals(results, pairs):
+        print(json.dumps(goal))
 
 
 if __name__ == "__main__":
