@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,15 @@ class Goal:
         return value >= self.bound if self.at == "least" else value <= self.bound
 
 
+def read_goal(text: str) -> Goal:
+    """Read what ``Goal.text`` writes. Raises ``ValueError``."""
+    match = re.fullmatch(r"(ratio|ours) (<=|>=) (\S+)(?: .*)?", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no goal: it must be like 'ratio >= 1.6' or 'ours <= 5 s'")
+    of: Literal["ratio", "ours"] = "ratio" if match[1] == "ratio" else "ours"
+    return Goal(of, "least" if match[2] == ">=" else "most", float(match[3]))
+
+
 def at_least(ratio: float) -> Goal:
     """So many times better than the peer."""
     return Goal("ratio", "least", ratio)
@@ -56,28 +66,22 @@ def ours_at_least(bound: float) -> Goal:
 class Figure:
     """One number of a row: where it stands in what was measured, and what it must reach."""
 
-    path: str  # keys into what was measured, or numbers where it is a list, joined by "/"
+    path: str  # keys into what was measured of one server, joined by "/"
     unit: str
     goal: Goal | None
     suffix: str = ""  # of the row's name, where a row has several figures
     better: Better = "more"
     scale: float = 1.0  # from what was measured to the unit
-    peer_path: str = ""  # where ours and the peer's stand in one object
 
     def name(self, bench: str) -> str:
         """Return the name of its line."""
         return f"{bench} {self.suffix}".rstrip()
 
-    def of(self, measured: Mapping[str, Any] | Sequence[Any], *, of_peer: bool = False) -> float | None:
+    def of(self, measured: Mapping[str, Any]) -> float | None:
         """Return the figure in what was measured; None where it has none."""
         found: Any = measured
-        for key in (self.peer_path if of_peer else self.path).split("/"):
-            if isinstance(found, Mapping):
-                found = found.get(key)
-            elif isinstance(found, Sequence) and not isinstance(found, str) and key.lstrip("-").isdecimal():
-                found = found[int(key)] if -len(found) <= int(key) < len(found) else None
-            else:
-                return None
+        for key in self.path.split("/"):
+            found = found.get(key) if isinstance(found, Mapping) else None
         return found * self.scale if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
@@ -118,9 +122,18 @@ def line_of(
     }
 
 
-def failed_line(bench: str, figure: Figure, error: str) -> dict[str, Any]:
-    """Return the line of a figure that could not be measured. It fails its goal."""
-    return line_of(bench, figure, [], {}) | {"passed": False if figure.goal else None, "error": error}
+def failed_line(bench: str, unit: str, goal: Goal | None, error: str) -> dict[str, Any]:
+    """Return the line of what could not be measured. It passes nothing."""
+    text = goal.text(unit) if goal else None
+    none = {"ours": None, "peer": None, "ratio": None}
+    return {"bench": bench, **none, "goal": text, "unit": unit, "passed": False, "error": error}
+
+
+def judged(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line that another program printed with the verdict that its own goal gives. Raises ``ValueError``."""
+    goal = read_goal(line["goal"]) if line["goal"] else None
+    passed = goal.is_met(line.get(goal.of)) if goal else None
+    return {"peer": None, "ratio": None, "unit": "", **line, "passed": passed}
 
 
 def rounded(value: float | None) -> float | None:

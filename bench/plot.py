@@ -79,20 +79,18 @@ def latency(lines: Lines) -> Figure | None:
 
 def steps(lines: Lines) -> Figure | None:
     """Return the cost of a steady step against rows (at the shortest context) and against context (of most rows)."""
-    points = [case for one in _first(lines, "steps", "measured") for case in one.get("cases", ())]
+    cases = [case for one in _first(lines, "steps", "measured") for case in one.get("beside_vllm", ())]
+    points = [case for case in cases if not case["waiting"]]
     if not points:
         return None
     figure, (by_rows, by_context) = pyplot.subplots(1, 2, figsize=(9.0, 3.8))
     shortest, most = min(case["context"] for case in points), max(case["rows"] for case in points)
-    for side in ("ours", "vllm"):
-        for axes, key, kept in (
-            (by_rows, "rows", [case for case in points if case["context"] == shortest]),
-            (by_context, "context", [case for case in points if case["rows"] == most]),
-        ):
-            costs = sorted((case[key], case[side]) for case in kept if case.get(side) is not None)
-            if costs:
-                at, cost = zip(*costs, strict=True)
-                axes.plot(at, cost, marker="o", label=NAMES[side].split()[0], color=COLOURS[side])
+    for name, key in (("ours", "ours_us"), ("vllm", "peer_us")):
+        rows = sorted((case["rows"], case[key]) for case in points if case["context"] == shortest)
+        contexts = sorted((case["context"], case[key]) for case in points if case["rows"] == most)
+        for axes, costs in ((by_rows, rows), (by_context, contexts)):
+            at, cost = zip(*costs, strict=True)
+            axes.plot(at, cost, marker="o", label=NAMES[name].split()[0], color=COLOURS[name])
     _named(by_rows, f"decoding rows, context {shortest}", "host µs a step", "")
     _named(by_context, f"context in tokens, {most} rows", "", "")
     by_context.set_xscale("log", base=2)

@@ -2,8 +2,7 @@
 
 Rows of one scene share their servers, which are up at once while it lasts. A row is ``Beside`` (the same load to ours
 and to the peer, in turns), ``Sweep`` (one load at several concurrencies, to all of a scene's servers, for the plots) or
-``Program`` (another program of this directory that prints lines of JSON; the path of a figure begins with the number of
-its line).
+``Program`` (another program of this directory, whose lines of JSON with a goal become the table's).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from goals import Figure, Goal, at_least, ours_at_most
+from goals import Figure, Goal, at_least
 from load import Length
 
 
@@ -61,12 +60,11 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Another program of this directory. It has the machine for itself."""
+    """Another program of this directory. It has the machine for itself, and says itself what its figures must reach."""
 
     bench: str
     what: str
-    words: tuple[str, ...]  # {vllm} is the peer's environment, {model} the model's directory
-    figures: tuple[Figure, ...]
+    words: tuple[str, ...]  # {vllm} is the peer's environment
     quick_words: tuple[str, ...] = ()
     timeout_s: float = 600.0
 
@@ -216,14 +214,14 @@ ALONE = Scene(
         Program(
             bench="start",
             what="from exec to the first token, the model in the cache",
-            words=("start.py", "--runs", "3", "--first-time-runs", "1"),
+            words=("start.py",),
             quick_words=("start.py", "--runs", "1", "--first-time-runs", "0"),
-            figures=(
-                Figure(suffix="warm", path="-1/warm_s/median", unit="s", better="less", goal=ours_at_most(5.0)),
-                Figure(
-                    suffix="first time", path="-1/first_time_s/median", unit="s", better="less", goal=ours_at_most(15.0)
-                ),
-            ),
+        ),
+        Program(
+            bench="idle",
+            what="how long a device that takes 5 or 10 ms a step waits for the server, with 256 streams",
+            words=("idle.py",),
+            quick_words=("idle.py", "--window-s", "3"),
         ),
     ),
 )

@@ -9,7 +9,7 @@ Examples:
   python bench/start.py --runs 5 --first-time-runs 0
   python bench/start.py --model demo --flags="--dtype float32"
 
-The last line is one JSON object with all times and their medians.
+Ends with one JSON object of all times, and one line of JSON for each goal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import asyncio
 import json
 import shlex
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from control_plane.model_store import cache_directory, resolve_model
+from goals import Figure, line_of, ours_at_most, short
 from maniple_client import AsyncClient, Chunk, ManipleError
 from processes import Started, Surroundings
 from targets import free_ports, maniple
@@ -96,7 +96,6 @@ async def measure(model: str, flags: list[str], runs: int, first_time_runs: int)
         result[f"{kind}_s"] = {
             "first_token": [round(found["first_token_s"], 3) for found in times],
             "ready": [round(found["ready_s"], 3) for found in times],
-            "median": round(statistics.median(found["first_token_s"] for found in times), 3) if times else None,
         }
     return result
 
@@ -113,6 +112,10 @@ def main() -> int:
     flags = shlex.split(arguments.flags)
     result = asyncio.run(measure(arguments.model, flags, arguments.runs, arguments.first_time_runs))
     print(json.dumps(result))
+    for name, bound_s in (("warm", 5.0), ("first time", 15.0)):
+        figure = Figure(path="", suffix=name, unit="s", better="less", goal=ours_at_most(bound_s))
+        if times := result[f"{name.replace(' ', '_')}_s"]["first_token"]:
+            print(short(line_of("start to first token,", figure, [(one, None) for one in times], {})))
     return 0
 
 

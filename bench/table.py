@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from beside import RowFailedError, Side, run_beside, run_sweep, within
-from goals import Figure, failed_line, line_of, short, table, verdict
+from goals import failed_line, judged, short, table, verdict
 from peers import places
 from processes import Surroundings
 from results import DIRECTORY, ResultFile
@@ -74,15 +74,18 @@ def listing(scenes: Sequence[Scene]) -> str:
         lines.append(f"{' beside '.join(scene.servers) or 'programs'}:")
         for row in scene.rows:
             lines.append(f"  {row.bench:<20}{row.what}")
-            for figure in figures_of(row):
+            for figure in row.figures if isinstance(row, Beside) else ():
                 goal = figure.goal.text(figure.unit) if figure.goal else "no goal"
                 lines.append(f"  {'':<20}  {figure.suffix or figure.path}: {goal}")
     return "\n".join(lines)
 
 
-def figures_of(row: Row) -> tuple[Figure, ...]:
-    """Return a row's figures; a sweep's is one without a goal."""
-    return (Figure(path="points", unit="tokens/s", goal=None),) if isinstance(row, Sweep) else row.figures
+def failed_lines(row: Row, error: BaseException) -> list[dict[str, Any]]:
+    """Return the lines of a row that could not be measured."""
+    said = str(error) or type(error).__name__
+    if isinstance(row, Beside):
+        return [failed_line(figure.name(row.bench), figure.unit, figure.goal, said) for figure in row.figures]
+    return [failed_line(row.bench, "", None, said)]
 
 
 def needs_of(scenes: Sequence[Scene]) -> set[str]:
@@ -95,9 +98,9 @@ def needs_of(scenes: Sequence[Scene]) -> set[str]:
 
 
 async def run_program(row: Program, where: Places, quick: bool) -> list[dict[str, Any]]:
-    """Run another program of this directory; its lines of JSON have the figures."""
+    """Run another program of this directory; its lines of JSON with a goal, null where there is none, are ours."""
     words = row.quick_words if quick and row.quick_words else row.words
-    filled = [word.format(vllm=where.vllm, model=where.model) for word in words]
+    filled = [word.format(vllm=where.vllm) for word in words]
     around = Surroundings("bench-of-maniple-")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -117,14 +120,12 @@ async def run_program(row: Program, where: Places, quick: bool) -> list[dict[str
     finally:
         around.kill_all()
         around.remove()
-    measured = objects_in(out.decode(errors="replace"))
-    if not measured:
-        raise RowFailedError(f"{filled[0]} ended with exit code {process.returncode} and no line of JSON")
-    lines = []
-    for number, figure in enumerate(row.figures):
-        peer = figure.of(measured, of_peer=True) if figure.peer_path else None
-        details = {"measured": measured} if number == 0 else {}
-        lines.append(line_of(row.bench, figure, [(figure.of(measured), peer)], details))
+    objects = objects_in(out.decode(errors="replace"))
+    lines = [judged(one) for one in objects if {"bench", "ours", "goal"} <= one.keys()]
+    if not lines:
+        raise RowFailedError(f"{filled[0]} ended with exit code {process.returncode} and no line of JSON with a goal")
+    lines = [line | {"bench": f"{row.bench}: {line['bench']}"} for line in lines]
+    lines[0]["measured"] = [one for one in objects if "goal" not in one]
     return lines
 
 
@@ -158,10 +159,6 @@ async def run(arguments: argparse.Namespace, where: Places) -> AsyncGenerator[di
     """Yield the lines of every row as they come. What goes wrong in a row, or in its servers, is told in its lines."""
     num_rows, done, began = sum(len(scene.rows) for scene in arguments.scenes), 0, time.monotonic()
 
-    def failed(row: Row, error: BaseException) -> list[dict[str, Any]]:
-        said = str(error) or type(error).__name__
-        return [failed_line(row.bench, figure, said) for figure in figures_of(row)]
-
     for scene in arguments.scenes:
         stage = Stage(scene.servers, where)
         try:
@@ -169,7 +166,7 @@ async def run(arguments: argparse.Namespace, where: Places) -> AsyncGenerator[di
         except (RuntimeError, OSError) as error:
             for row in scene.rows:
                 done += 1
-                for line in failed(row, error):
+                for line in failed_lines(row, error):
                     yield line
             continue
         try:
@@ -182,7 +179,7 @@ async def run(arguments: argparse.Namespace, where: Places) -> AsyncGenerator[di
                 try:
                     lines = await lines_of(row, sides, where, arguments)
                 except (RowFailedError, RuntimeError, OSError, ValueError) as error:
-                    lines = failed(row, error)
+                    lines = failed_lines(row, error)
                 for line in lines:
                     yield line
         finally:

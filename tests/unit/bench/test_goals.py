@@ -56,16 +56,43 @@ def test_our_own_figure_is_judged_without_a_peer(goal: str, text: str, ours: flo
     assert (line["goal"], line["passed"], line["ratio"]) == (text, met, None)
 
 
-def test_figures_are_found_by_keys_and_numbers() -> None:
-    measured = [{"cases": [{"ms": 2.5}]}, {"last": {"ok": True, "text": "7", "count": 3}}]
-    assert _figure(path="0/cases/0/ms").of(measured) == 2.5
-    assert _figure(path="-1/last/count", scale=1000.0).of(measured) == 3000
-    for path in ("0/cases/1/ms", "-1/last/ok", "-1/last/text", "-1/none", "7/last", "-1/last/count/more"):
+def test_figures_are_found_by_keys() -> None:
+    measured = {"itl_s": {"p50": 0.0025}, "ok": True, "text": "7"}
+    assert _figure(path="itl_s/p50", scale=1000.0).of(measured) == 2.5
+    for path in ("itl_s", "itl_s/p99", "ok", "text", "none/p50", "itl_s/p50/more"):
         assert _figure(path=path).of(measured) is None
 
 
+@pytest.mark.parametrize(
+    ("goal", "line", "passed"),
+    [
+        ("ratio >= 4", {"ours": 100, "ratio": 4.0}, True),
+        ("ratio >= 4", {"ours": 100, "ratio": 3.9}, False),
+        ("ratio >= 4", {"ours": 100}, False),
+        ("ours <= 400", {"ours": 400}, True),
+        ("ours <= 400 MB", {"ours": 401}, False),
+        ("ours <= 400", {"ours": None}, False),
+        (None, {"ours": 7}, None),
+    ],
+)
+def test_lines_of_other_programs_are_judged_by_their_own_goal(
+    goal: str | None, line: dict[str, Any], passed: bool | None
+) -> None:
+    from goals import judged
+
+    assert judged({"bench": "one", "goal": goal, **line})["passed"] is passed
+
+
+def test_goal_that_cannot_be_read_is_an_error() -> None:
+    from goals import read_goal
+
+    for text in ("faster", "ours < 5", "peer >= 1", "ours <= much"):
+        with pytest.raises(ValueError, match=r"is no goal|could not convert"):
+            read_goal(text)
+
+
 def test_lines_for_programs_have_what_the_table_promises() -> None:
-    from goals import failed_line, line_of, short
+    from goals import at_least, failed_line, line_of, short
 
     good = json.loads(short(line_of("row", _figure(suffix="p50"), [(16.0, 10.0)], {"runs": [1, 2, 3]})))
     assert good == {
@@ -77,17 +104,17 @@ def test_lines_for_programs_have_what_the_table_promises() -> None:
         "unit": "tokens/s",
         "passed": True,
     }
-    bad = json.loads(short(failed_line("row", _figure(), "the server ended")))
+    bad = json.loads(short(failed_line("row", "tokens/s", at_least(1.6), "the server ended")))
     assert (bad["passed"], bad["ours"], bad["error"]) == (False, None, "the server ended")
 
 
 def test_table_counts_goals_and_shows_errors() -> None:
-    from goals import failed_line, line_of, table
+    from goals import at_least, failed_line, line_of, table
 
     lines = [
         line_of("good", _figure(), [(16.0, 10.0)], {}),
         line_of("bad", _figure(), [(15.0, 10.0)], {}),
-        failed_line("lost", _figure(), "the server ended"),
+        failed_line("lost", "tokens/s", at_least(1.6), "the server ended"),
         line_of("free", _figure(goal=None), [(1.0, None)], {}),
     ]
     shown = table(lines).splitlines()

@@ -117,9 +117,9 @@ def test_sweep_measures_every_server_at_every_concurrency() -> None:
 def test_every_row_has_a_name_of_its_own_and_servers_that_can_be_started() -> None:
     from rows import SCENES
     from servers import RECIPES
-    from table import figures_of
+    from table import failed_lines
 
-    names = [figure.name(row.bench) for scene in SCENES for row in scene.rows for figure in figures_of(row)]
+    names = [line["bench"] for scene in SCENES for row in scene.rows for line in failed_lines(row, ValueError())]
     assert len(names) == len(set(names))
     assert {server for scene in SCENES for server in scene.servers} <= RECIPES.keys()
 
@@ -171,18 +171,18 @@ def test_rows_go_on_after_rows_and_servers_that_fail_and_no_process_stays(
     import servers
     import table
     from processes import is_alive
-    from rows import Figure, Program, Scene, ours_at_most
+    from rows import Program, Scene
 
     monkeypatch.setattr(servers.tempfile, "gettempdir", lambda: str(tmp_path))
     server = _program(tmp_path / "server.py", SERVER)
     recipe = servers.Recipe(door="openai", words=lambda places, port: [sys.executable, server, str(port)])
     broken = replace(recipe, words=lambda places, port: [sys.executable, "-c", "raise SystemExit('no luck')"])
     monkeypatch.setattr(servers, "RECIPES", {"ours": recipe, "vllm": recipe, "broken": broken})
-    figure = (Figure(path="-1/x", unit="s", goal=ours_at_most(2.0)),)
-    prints = _program(tmp_path / "good.py", "print('text'); print('{\"x\": 1}')")
+    line = '{"bench": "x", "ours": 1, "goal": "ours <= 2 s"}'
+    prints = _program(tmp_path / "good.py", f"print('text')\nprint('{{\"all\": 1}}')\nprint('{line}')")
     ends = _program(tmp_path / "bad.py", "raise SystemExit(3)")
-    good = Program(bench="good", what="w", words=(prints,), figures=figure)
-    bad = Program(bench="bad", what="w", words=(ends,), figures=figure)
+    good = Program(bench="good", what="w", words=(prints,))
+    bad = Program(bench="bad", what="w", words=(ends,))
     scenes = [
         Scene(servers=("ours", "broken"), rows=(replace(_row(), bench="unstarted"),)),
         Scene(servers=("ours", "vllm"), rows=(replace(_row(), bench="unserved"),)),
@@ -192,12 +192,13 @@ def test_rows_go_on_after_rows_and_servers_that_fail_and_no_process_stays(
     arguments.scenes = scenes
     where = servers.Places(model=tmp_path, gguf=tmp_path, vllm=tmp_path, llama=tmp_path)
     lines = {line["bench"]: line for line in asyncio.run(table.bench(arguments, where))}
-    assert list(lines) == ["unstarted", "unserved", "bad", "good"]
+    assert list(lines) == ["unstarted", "unserved", "bad", "good: x"]
+    assert lines["good: x"]["measured"] == [{"all": 1}]
     assert [line["passed"] for line in lines.values()] == [False, False, False, True]
     assert "broken: it ended with exit code 1" in lines["unstarted"]["error"]
     assert "no luck" in lines["unstarted"]["error"]
     assert "requests failed" in lines["unserved"]["error"]
-    assert lines["bad"]["error"].endswith("ended with exit code 3 and no line of JSON")
+    assert lines["bad"]["error"].endswith("ended with exit code 3 and no line of JSON with a goal")
     (file,) = (tmp_path / "results").iterdir()
     kept = [json.loads(text) for text in file.read_text().splitlines()]
     assert kept[0]["machine"]["cores"] == len(os.sched_getaffinity(0))
