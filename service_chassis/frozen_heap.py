@@ -10,9 +10,8 @@ def freeze_heap() -> int:
 
     For when everything is loaded and warm: what is there stays until the end, some hundred thousand objects that every
     full collection would walk, for tens of milliseconds in the middle of a step. What becomes garbage later is freed all
-    the same, except for cycles of frozen objects: those go when this is called again, after more was loaded.
+    the same, except for cycles of frozen objects, which stay. May be called again, when more was loaded.
     """
-    gc.unfreeze()
     gc.collect()
     gc.freeze()
     return gc.get_freeze_count()

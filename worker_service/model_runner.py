@@ -11,12 +11,14 @@ House rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
 import torch
 
 from maniple_kernels.gumbel import gumbel_argmax
+from service_chassis.errors import InvalidParameter
 from worker_service.attention.base import AttentionSpec
 from worker_service.forward.assemble import ForwardOptions, assemble_forward
 from worker_service.forward.forward_pass import ForwardPass, dummy_step
@@ -26,6 +28,7 @@ from worker_service.input_batch import InputBatch
 from worker_service.kv_cache import KvCache, KvCacheSpec
 from worker_service.memory import KvDemand, plan_memory
 from worker_service.models.registry import Model, load_model
+from worker_service.out_of_memory import explaining_memory
 from worker_service.platforms.choose import choose_platform
 from worker_service.process_group import LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
@@ -53,6 +56,7 @@ class TorchModelRunner:
         rank: int = 0,
         world_size: int = 1,
         first_device: int = 0,
+        device_id: int | None = None,
         num_threads: int = 0,
         num_groups_sharing: int = 1,
         forward: ForwardOptions | None = None,
@@ -60,7 +64,11 @@ class TorchModelRunner:
         self._rank = rank
         self._world_size = world_size
         self._platform = choose_platform(
-            device, index=first_device + rank, num_threads=num_threads, num_groups_sharing=num_groups_sharing
+            device,
+            index=first_device + rank,
+            device_id=device_id,
+            num_threads=num_threads,
+            num_groups_sharing=num_groups_sharing,
         )
         self._tensors = TensorGroup(self._platform.device)
         self._group: ProcessGroup = LoneProcessGroup("")
@@ -79,9 +87,10 @@ class TorchModelRunner:
 
     def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         self._platform.bind()
-        model, dtype, max_model_len = load_model(
-            options, self._platform, self._rank, self._world_size, progress, self._tensors
-        )
+        with explaining_memory("load", self._platform, {}, ("model", options.model)):
+            model, dtype, max_model_len = load_model(
+                options, self._platform, self._rank, self._world_size, progress, self._tensors
+            )
         config = model.config
         self._model, self._options, self._max_model_len = model, options, max_model_len
         attention = AttentionSpec(
@@ -130,15 +139,18 @@ class TorchModelRunner:
         self._forget_graphs()
         self._kv = None  # of an earlier formation
         self._platform.bind()
-        # The dummies read and write the null block alone.
-        cache = KvCache(self._spec, 1, self._platform.device)
-        self._run_dummy(cache, [1])  # first uses: compiled kernels, thread pools
-        before = self._platform.memory()
-        self._platform.measure_peak()
+        if rule := self._platform.share_rule(gpu_memory_utilization):
+            raise InvalidParameter("gpu_memory_utilization", gpu_memory_utilization, rule)
         budget = min(self._options.max_num_batched_tokens, self._max_model_len)
-        started = time.perf_counter()
-        self._run_dummy(cache, [budget])
-        duration_s = time.perf_counter() - started
+        with self._explaining("profile", ("max_num_batched_tokens", self._options.max_num_batched_tokens)):
+            # The dummies read and write the null block alone.
+            cache = KvCache(self._spec, 1, self._platform.device)
+            self._run_dummy(cache, [1])  # first uses: compiled kernels, thread pools
+            before = self._platform.memory()
+            self._platform.measure_peak()
+            started = time.perf_counter()
+            self._run_dummy(cache, [budget])
+            duration_s = time.perf_counter() - started
         return plan_memory(
             self._platform,
             before=before,
@@ -158,10 +170,25 @@ class TorchModelRunner:
         assert self._spec is not None
         self._forget_graphs()
         self._kv = None  # let the old one go before the new one comes
-        self._kv = KvCache(self._spec, num_blocks, self._platform.device)
+        with self._explaining("allocate", ("num_kv_blocks", num_blocks)):
+            self._kv = KvCache(self._spec, num_blocks, self._platform.device)
         return self._kv.num_bytes
 
+    def _explaining(
+        self, doing: str, refused: tuple[str, object] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Explain memory that runs out, by what this rank holds."""
+        sizes = {
+            "weights": self._model.weight_bytes if self._model is not None else 0,
+            "KV cache": self._kv.num_bytes if self._kv is not None else 0,
+        }
+        return explaining_memory(doing, self._platform, sizes, refused)
+
     def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> int:
+        with self._explaining("capture", ("max_num_seqs", self._options.max_num_seqs)):
+            return self._warm_up(capture_sizes, enforce_eager, progress)
+
+    def _warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> int:
         assert self._kv is not None
         assert self._forward is not None
         kv, block_size = self._kv, self._options.block_size
@@ -204,7 +231,7 @@ class TorchModelRunner:
             assert self._forward is not None
             assert self._outputs is not None
             assert self._kv is not None
-            with torch.inference_mode():
+            with torch.inference_mode(), self._explaining("step"):
                 said = self._outputs.take(work, self._forward(self._batch.prepare(work), self._kv), self._group)
         return StepOutput(
             step=work.step,

@@ -6,6 +6,7 @@ the end of the rank: what was half computed is not known.
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,8 @@ class DeviceOutOfMemory(Exception):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Say whether ``error`` is about memory. A CPU's allocator has no class of its own for it."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM  # pages that the system does not give
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 

@@ -29,6 +29,7 @@ def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
         rank=config.rank,
         world_size=config.world_size,
         first_device=config.first_device,
+        device_id=config.device_ids[0] if config.device_ids else None,
         num_threads=config.num_threads,
         num_groups_sharing=config.num_groups_sharing,
     )
