@@ -131,6 +131,16 @@ class WorkerConfig:
     )
     """Groups that share this machine's cores and memory, this one included. On a CPU each takes its part of them: of
     the threads where --num-threads is 0, of the memory for KV blocks where no size is asked for."""
+    enable_sleep_mode: bool = setting(False, topic=_DEVICE, read=read_switch)
+    """Be ready to give the memory of weights and KV cache back (AdminService.Sleep, levels 1 and 2). On a CUDA device
+    it needs the extra `sleep`."""
+    sleep_backend: str = setting("auto", topic=_DEVICE, read=read_text, metavar="NAME")
+    """What gives memory back: pages (CPU), torch-memory-saver (CUDA), or what a package offers under the group of entry
+    points maniple.sleep_backends. auto is the one for the device."""
+    sleep_directory: str = setting("", topic=_DEVICE, read=read_text, metavar="DIRECTORY")
+    """Where a worker on a CPU keeps the weights while it sleeps at level 1, in a file without a name that goes with the
+    process. It needs room for them, and should be on a disk: on a tmpfs they stay in memory. Default: where the system
+    has its temporary files."""
     parent_fd: int | None = setting(
         None, topic=_OWNER, read=read_optional_whole, rule=_open_descriptor_rule, is_internal=True
     )

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,6 +36,10 @@ from worker_service.process_group import LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
 from worker_service.sampling.logprobs import PROMPT_SLICE
 from worker_service.sampling.sampler import check_finite
+from worker_service.sleep.backend import KV_CACHE, WEIGHTS
+from worker_service.sleep.choose import SleepOptions, choose_backend
+from worker_service.sleep.renewal import Anew, InPlace
+from worker_service.sleep.sleeping_memory import SleepingMemory
 from worker_service.step_work import Mode, StepOutput, StepWork
 from worker_service.tensor_group import TensorGroup
 
@@ -60,6 +66,7 @@ class TorchModelRunner:
         num_threads: int = 0,
         num_groups_sharing: int = 1,
         forward: ForwardOptions | None = None,
+        sleep: SleepOptions | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -73,6 +80,13 @@ class TorchModelRunner:
         self._tensors = TensorGroup(self._platform.device)
         self._group: ProcessGroup = LoneProcessGroup("")
         self._forward_options = forward or ForwardOptions()
+        on_cpu = self._platform.device.type == "cpu"
+        self._memory = SleepingMemory(
+            self._platform,
+            choose_backend(sleep.backend, self._platform.device, sleep.directory) if sleep is not None else None,
+            Anew(self._load_weights) if on_cpu else InPlace(),
+        )
+        self._warmed_up: tuple[tuple[int, ...], bool] = ((), False)
 
     @property
     def device(self) -> str:
@@ -87,10 +101,11 @@ class TorchModelRunner:
 
     def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         self._platform.bind()
-        with explaining_memory("load", self._platform, {}, ("model", options.model)):
+        with explaining_memory("load", self._platform, {}, ("model", options.model)), self._memory.region(WEIGHTS):
             model, dtype, max_model_len = load_model(
                 options, self._platform, self._rank, self._world_size, progress, self._tensors
             )
+        self._memory.began(options.model)
         config = model.config
         self._model, self._options, self._max_model_len = model, options, max_model_len
         attention = AttentionSpec(
@@ -170,7 +185,7 @@ class TorchModelRunner:
         assert self._spec is not None
         self._forget_graphs()
         self._kv = None  # let the old one go before the new one comes
-        with self._explaining("allocate", ("num_kv_blocks", num_blocks)):
+        with self._explaining("allocate", ("num_kv_blocks", num_blocks)), self._memory.region(KV_CACHE):
             self._kv = KvCache(self._spec, num_blocks, self._platform.device)
         return self._kv.num_bytes
 
@@ -191,6 +206,7 @@ class TorchModelRunner:
     def _warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> int:
         assert self._kv is not None
         assert self._forward is not None
+        self._warmed_up = (capture_sizes, enforce_eager)
         kv, block_size = self._kv, self._options.block_size
         largest = min(self._options.max_num_seqs, self._options.max_num_batched_tokens)
         graphs = self._forward.graphs
@@ -266,3 +282,44 @@ class TorchModelRunner:
             self._batch.reset()
         if self._outputs is not None:
             self._outputs.clear()
+
+    # Sleep, and other weights: decided in worker_service.sleep
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        return self._memory.asleep
+
+    def taken_bytes(self) -> int:
+        return self._platform.memory().own
+
+    def sleep(self, level: int) -> int:
+        assert self._model is not None
+        return self._memory.sleep(level, self._model, self._kv, world_size=self._world_size)
+
+    def wake_up(self, tags: Collection[str], progress: Progress) -> None:
+        assert self._model is not None
+        if self._memory.wake_up(tags, self._model, progress):
+            self._forget_graphs()
+            self.warm_up(*self._warmed_up, progress)
+
+    def stage_weights(self, path: str, progress: Progress) -> int:
+        assert self._model is not None
+        return self._memory.stage(path, self._model, progress)
+
+    def put_staged_weights(self) -> None:
+        self._memory.put_staged()
+
+    def unstage_weights(self) -> None:
+        self._memory.unstage()
+
+    def _load_weights(self, path: str, progress: Progress) -> Model:
+        with self._memory.region(WEIGHTS):
+            model, _, _ = load_model(
+                replace(self._options, model=path),
+                self._platform,
+                self._rank,
+                self._world_size,
+                progress,
+                self._tensors,
+            )
+        return model

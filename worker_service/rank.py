@@ -34,6 +34,7 @@ from service_chassis.telemetry import get_logger
 from worker_service import pickled_calls
 from worker_service.config import WorkerConfig
 from worker_service.delta_ring import DeltaRing
+from worker_service.dormancy import Dormancy
 from worker_service.heartbeat import Failure, Vitals, failure_of
 from worker_service.model_files import read_model_files
 from worker_service.ownership import DEFAULT_LEASE_S, Ownership, RefusalKind, Refused
@@ -85,6 +86,7 @@ class Rank:
             self._on_goodbye,
         )
         self._stages = Stages(self.config, self.vitals, self._step_loop, self._steps, self._fail, self._check_epoch)
+        self._dormancy = Dormancy(self._stages, self._steps, self._step_loop)
         if self.config.delta_ring_fds:
             fds = ReaderFds.parse(self.config.delta_ring_fds)
             self._delta_ring = DeltaRing(fds, self.config.rank, self._steps.take_broadcast, self._fail)
@@ -141,6 +143,8 @@ class Rank:
             backend=self._stages.backend,
             rank=self.config.rank,
             world_size=self.config.world_size,
+            sleeping_tags=sorted(self._steps.asleep),
+            weights_path=self._stages.weights_path,
         )
 
     async def join(self, request: worker_pb2.JoinRequest) -> worker_pb2.JoinResponse:
@@ -163,6 +167,7 @@ class Rank:
         if self.vitals.epoch != verdict.epoch:
             self._steps.end_stream(Fenced(f"epoch {verdict.epoch} was granted to another tenure"))
             self._stages.lose_owner()
+            self._dormancy.lose_owner()
             self.vitals.epoch = verdict.epoch
         get_logger().info("epoch.granted", epoch=verdict.epoch, grounds=verdict.grounds.value)
         accepted, digest = self.vitals.accepted
@@ -317,18 +322,23 @@ class Rank:
         self._check_epoch(epoch)
         return await asyncio.wrap_future(self._step_loop.call(lambda: function(self)))
 
-    # In the protocol, not built yet
+    # Sleep, and other weights
 
     async def sleep(self, request: worker_pb2.WorkerServiceSleepRequest) -> worker_pb2.WorkerServiceSleepResponse:
-        raise NotBuilt("sleep is not built yet")
+        self._check_epoch(request.epoch)
+        return await self._dormancy.sleep(request)
 
     async def wake_up(self, request: worker_pb2.WorkerServiceWakeUpRequest) -> worker_pb2.WorkerServiceWakeUpResponse:
-        raise NotBuilt("sleep is not built yet, so there is nothing to wake")
+        self._check_epoch(request.epoch)
+        return await self._dormancy.wake_up(request)
 
     async def update_weights(
         self, request: worker_pb2.WorkerServiceUpdateWeightsRequest
     ) -> worker_pb2.WorkerServiceUpdateWeightsResponse:
-        raise NotBuilt("updating weights in place is not built yet: load the model anew")
+        self._check_epoch(request.epoch)
+        return await self._dormancy.update_weights(request)
+
+    # In the protocol, not built yet
 
     async def load_lora(
         self, request: worker_pb2.WorkerServiceLoadLoraRequest

@@ -5,7 +5,7 @@ All methods are called from the one device thread, in the order of the six stage
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,3 +106,43 @@ class ModelRunner(Protocol):
 
     def reset(self) -> None:
         """Forget all rows; keep weights and KV memory (RELEASE)."""
+
+    # Sleep and other weights: between steps, once all stages are done
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """What sleeps, of "weights" and "kv_cache"."""
+
+    def taken_bytes(self) -> int:
+        """Return the memory that this rank takes now: of its device, or as a process."""
+
+    def sleep(self, level: int) -> int:
+        """Give memory back, as far as it is awake; return its bytes. The KV cache reads as zeros when it wakes.
+
+        Args:
+            level: 1: weights are kept elsewhere. 2: they are read from their source again when they wake.
+
+        Raises:
+            WrongState: the worker was not started for this, or there is no place for the weights; nothing was changed.
+        """
+
+    def wake_up(self, tags: Collection[str], progress: Progress) -> None:
+        """Take memory again for what ``tags`` name and sleeps.
+
+        Raises:
+            WrongState: it is not there to be had; what is not awake yet sleeps on.
+        """
+
+    def stage_weights(self, path: str, progress: Progress) -> int:
+        """Read another checkpoint beside the weights that serve; return the number of its tensors.
+
+        Raises:
+            InvalidParameter: it is not one of this model.
+            WrongState: there is no memory for it.
+        """
+
+    def put_staged_weights(self) -> None:
+        """Put what was staged in place of the weights; they are awake then."""
+
+    def unstage_weights(self) -> None:
+        """Let go of what was staged, if anything was."""

@@ -15,7 +15,7 @@ def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
     if options is not None:
         from worker_service.scripted import ScriptedRunner
 
-        return ScriptedRunner(options, rank=config.rank)
+        return ScriptedRunner(options, rank=config.rank, may_sleep=config.enable_sleep_mode)
     bound_spinning()
     try:
         import torch  # noqa: F401
@@ -23,6 +23,7 @@ def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
         rule = "needs torch: install maniple[worker], or use the scripted model"
         raise InvalidParameter("model", model, rule) from None
     from worker_service.model_runner import TorchModelRunner
+    from worker_service.sleep.choose import SleepOptions
 
     return TorchModelRunner(
         device=config.device,
@@ -32,4 +33,5 @@ def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
         device_id=config.device_ids[0] if config.device_ids else None,
         num_threads=config.num_threads,
         num_groups_sharing=config.num_groups_sharing,
+        sleep=SleepOptions(config.sleep_backend, config.sleep_directory) if config.enable_sleep_mode else None,
     )

@@ -16,16 +16,18 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from service_chassis.errors import InvalidParameter, NotBuilt
+from service_chassis.errors import InvalidParameter, NotBuilt, WrongState
 from service_chassis.protocol.arrays import UInt64Array, mix_array, token_terms_sum
 from service_chassis.protocol.digest import MASK64, mix, row_factor, token_term
 from service_chassis.protocol.logprobs import Logprobs
 from service_chassis.scripted import Fault, ScriptedOptions
+from service_chassis.sleep_tags import KV_CACHE, WEIGHTS
 from worker_service.pooling import Float64Array, Pooler
 from worker_service.process_group import OUTPUT_RANK, LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
@@ -71,7 +73,7 @@ class ScriptedRunner:
     num_tokens: Int32Array
     num_prompt_tokens: Int32Array
 
-    def __init__(self, options: ScriptedOptions, *, rank: int) -> None:
+    def __init__(self, options: ScriptedOptions, *, rank: int, may_sleep: bool = False) -> None:
         self._options = options
         self._rank = rank
         self._faults = {fault.step: fault for fault in options.faults if fault.rank == rank}
@@ -90,6 +92,8 @@ class ScriptedRunner:
         self._has_diverged = False  # by a fault; from then on, as a wrong token would stay in its row
         self._sampler: Sampler | None = None
         self._group: ProcessGroup = LoneProcessGroup("")
+        self._may_sleep = may_sleep
+        self._asleep: set[str] = set()
 
     def join(self, group: ProcessGroup) -> None:
         self._group = group
@@ -369,6 +373,41 @@ class ScriptedRunner:
             self._remove(req_index)
         self._pooler.clear()
         self._masked.clear()
+
+    # It has a cache to give back, and no weights.
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        return frozenset(self._asleep)
+
+    def taken_bytes(self) -> int:
+        return self._slots.nbytes
+
+    def sleep(self, level: int) -> int:
+        if not self._may_sleep:
+            raise WrongState("this worker was not started with --enable-sleep-mode")
+        self._asleep.add(WEIGHTS)
+        if KV_CACHE in self._asleep:
+            return 0
+        self._asleep.add(KV_CACHE)
+        num_slots, num_bytes = len(self._slots), self._slots.nbytes
+        self._slots = np.zeros(0, np.uint64)
+        self._num_sleeping_slots = num_slots
+        return num_bytes
+
+    def wake_up(self, tags: Collection[str], progress: Progress) -> None:
+        if KV_CACHE in self._asleep and KV_CACHE in tags:
+            self._slots = np.zeros(self._num_sleeping_slots, np.uint64)
+        self._asleep.difference_update(tags)
+
+    def stage_weights(self, path: str, progress: Progress) -> int:
+        raise InvalidParameter("path", path, "the scripted model has no weights")
+
+    def put_staged_weights(self) -> None:
+        raise WrongState("the scripted model has no weights")
+
+    def unstage_weights(self) -> None:
+        """There is nothing."""
 
     def _fire(self, step: int) -> Fault | None:
         """Do what the fault of this step says, if there is one."""

@@ -35,7 +35,11 @@ from worker_service.steps import Steps
 T = TypeVar("T")
 
 # How long each stage may take before it counts as stuck. Generous: a load may read hundreds of GB from a network disk.
-_UP_TO_S = {"form": 300.0, "load": 1800.0, "profile": 300.0, "allocate": 300.0, "capture": 900.0}
+_UP_TO_S = {"form": 300.0, "load": 1800.0, "profile": 300.0, "allocate": 300.0, "capture": 900.0} | {
+    "sleep": 900.0,
+    "wake up": 1800.0,
+    "update weights": 1800.0,
+}
 
 
 class Stages:
@@ -59,6 +63,7 @@ class Stages:
         self._steps = steps
         self._on_failure = on_failure
         self._check_epoch = check_epoch
+        self.weights_path = ""  # of weights that came after those of the load
         self._group: ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None  # on rank 0 of several, from the first Join on
         self._forming: Patience | None = None  # while this rank waits for the others
@@ -129,6 +134,10 @@ class Stages:
         self._steps.drop()
         self._step_loop.call(self._step_loop.forget_rows)
         self.abort_collectives()
+        if self._steps.asleep or self.weights_path:
+            # Another formation begins with what its owner asks for, awake.
+            self._loaded = self._profiled = None
+            self._steps.asleep, self.weights_path = frozenset(), ""
         self._group = None
         self.limits = None
         self._vitals.formation_id = ""
@@ -279,6 +288,19 @@ class Stages:
             return worker_pb2.WarmUpResponse(duration_s=duration_s, graph_bytes=self._graph_bytes)
 
         return await self._run(request.epoch, worker_pb2.WORKER_STAGE_ALLOCATED, worker_pb2.WORKER_STAGE_READY, warm_up)
+
+    async def between_steps(
+        self, what: str, epoch: int, after_step: int, work: Callable[[ModelRunner, Progress], T]
+    ) -> T:
+        """Do long work on a rank that is ready, behind the step that its owner names as the last (PROTOCOL B10)."""
+
+        async def alone() -> T:
+            accepted = self._vitals.accepted[0]
+            if after_step != accepted:
+                raise WrongState(f"after_step is {after_step}, and the rank has accepted step {accepted}")
+            return await self._on_device(what, lambda progress: work(self._runner, progress))
+
+        return await self._run(epoch, worker_pb2.WORKER_STAGE_READY, worker_pb2.WORKER_STAGE_READY, alone)
 
     @property
     def _runner(self) -> ModelRunner:

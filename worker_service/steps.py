@@ -97,6 +97,7 @@ class Steps:
     ) -> None:
         self.batch: Batch | None = None  # set from AllocateKvCache to the drop of the batch
         self.ready = False  # deltas are accepted
+        self.asleep: frozenset[str] = frozenset()  # while anything is, they may only say what ended
         self._config = config
         self._ownership = ownership
         self._vitals = vitals
@@ -278,6 +279,9 @@ class Steps:
             )
         if due - self._vitals.completed[0] > _MAX_QUEUED_STEPS:
             raise DeltaRefused(f"step {delta.step}: more than {_MAX_QUEUED_STEPS} deltas wait for the device")
+        if self.asleep and (delta.mode != scheduler_delta_pb2.SchedulerDelta.MODE_APPLY_ONLY or delta.block_copies):
+            tags = ", ".join(sorted(self.asleep))
+            raise DeltaRefused(f"step {delta.step}: mode must be APPLY_ONLY, without block_copies, while {tags} sleep")
         work = batch.state.apply(delta)
         batch.completed.accept(delta.step, delta.new_requests, time.monotonic())
         batch.deltas.append(delta.step, raw)

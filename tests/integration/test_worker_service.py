@@ -373,7 +373,7 @@ async def test_calls_that_do_not_fit_are_refused_and_the_rank_lives(tmp_path: Pa
         assert (await refused(worker.load(dtype="float8"))).reason == "INVALID_PARAMETER"
         assert "max_num_seqs=0" in (await refused(worker.load(max_num_seqs=0))).message
         sleep = await refused(stub.Sleep(worker_pb2.WorkerServiceSleepRequest(epoch=1, level=1)))
-        assert (sleep.code, sleep.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_BUILT")
+        assert (sleep.code, sleep.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "WRONG_STATE")
         steps, _ = await worker.open()
         await steps.send(delta=DeltaMaker().make(new={0: PROMPT}))
         end = await steps.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,15 @@ from service_chassis.telemetry import get_logger
 from worker_service.sleep.backend import SleepBackend
 from worker_service.sleep.memory_saver import MemorySaverBackend
 from worker_service.sleep.pages import PagesBackend
+
+
+@dataclass(frozen=True, slots=True)
+class SleepOptions:
+    """How a worker that may sleep does it: its flags --sleep-backend and --sleep-directory."""
+
+    backend: str = "auto"
+    directory: str = ""
+
 
 # Takes the device and the directory of --sleep-directory (empty: the backend's choice).
 MakeBackend = Callable[[torch.device, str], SleepBackend]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from service_chassis.errors import InvalidParameter
 from worker_service.models.checkpoint import Slot, check_checkpoint, load_checkpoint, stored_types
-from worker_service.models.config import load_config
+from worker_service.models.config import LlamaConfig, load_config
 from worker_service.models.registry import Model
 from worker_service.runner import Progress
 from worker_service.sleep.tensors import memory_of, tensors_in
@@ -44,6 +44,8 @@ class Anew:
         return []  # buffers are made with the model
 
     def stage(self, path: str, model: Model, progress: Progress) -> Callable[[], None]:
+        if isinstance(model.config, LlamaConfig) and (config := load_config(Path(path))) != model.config:
+            raise InvalidParameter("path", path, different_config(model.config, config))  # before it takes memory
         fresh = self._load(path, progress)
         if fresh.config != model.config:
             raise InvalidParameter("path", path, different_config(model.config, fresh.config))

@@ -134,7 +134,7 @@ async def test_every_call_of_the_protocol_has_a_method() -> None:
         for method in service.methods:
             assert callable(rank.method(method.name))
         with pytest.raises(NotBuilt):
-            await rank.call("WakeUp", worker_pb2.WorkerServiceWakeUpRequest())
+            await rank.call("UnloadLora", worker_pb2.WorkerServiceUnloadLoraRequest())
 
 
 class Feed:
