@@ -85,14 +85,17 @@ def step_tokens(result: StepResult, plan: StepPlan) -> StepTokens:
     """Read a result against the plan of its own step. Raises ``ResultMismatch``."""
     if result.step != plan.step:
         raise ResultMismatch(f"result of step {result.step} read against the plan of step {plan.step}")
-    if any(count != 1 for count in result.num_tokens):
-        raise ResultMismatch(f"step {plan.step}: a row yields other than one token, which nobody asked for")
-    if len(result.token_ids) != len(plan.rows):
+    counts = list(result.num_tokens)
+    if len(counts or result.token_ids) != len(plan.rows) or (counts and sum(counts) != len(result.token_ids)):
         raise ResultMismatch(f"step {plan.step}: {len(result.token_ids)} tokens for {len(plan.rows)} rows that sample")
+    for row, count in zip(plan.rows, counts, strict=False):
+        if not 1 <= count <= 1 + plan.tries.get(row, 0):
+            raise ResultMismatch(f"step {plan.step}: row {row} yields {count} tokens, which nobody asked for")
     if tuple(vector.req_index for vector in result.vectors) != plan.pooled_rows:
         rows = [vector.req_index for vector in result.vectors]
         raise ResultMismatch(f"step {plan.step}: vectors of rows {rows}, and {list(plan.pooled_rows)} complete theirs")
-    return StepTokens(plan.step, list(result.token_ids), [tuple(vector.values) for vector in result.vectors])
+    vectors = [tuple(vector.values) for vector in result.vectors]
+    return StepTokens(plan.step, list(result.token_ids), vectors, counts=counts)
 
 
 def sample_input(plan: StepPlan, masks: Sequence[bytes]) -> SampleInput:
@@ -164,7 +167,10 @@ class DeltaEncoder:
         """Count the tokens of a RUN step, in step order; return the token digest of all known tokens after it."""
         while self._unanswered and self._unanswered[0].step <= plan.step:
             self._tokens.apply(self._unanswered.popleft())
-        self._tokens.add_sampled(plan.rows, tokens.token_ids)
+        if tokens.counts:
+            self._tokens.add_several(plan.rows, tokens.of_each())
+        else:
+            self._tokens.add_sampled(plan.rows, tokens.token_ids)
         return self._tokens.value
 
     def _enter(self, delta: SchedulerDelta, new: NewRow) -> None:
@@ -205,5 +211,8 @@ class DeltaEncoder:
             message.num_prefill_tokens = change.num_prefill_tokens
             self._digest.compute(row, change.num_computed_tokens)
             self._digest.put_blocks(row, 0, 0, change.replace)
+        if change.settles:
+            message.num_computed_tokens = change.num_computed_tokens
+            self._digest.compute(row, -change.settles)
         if change.num_scheduled_tokens is not None:
             self._digest.compute(row, change.num_scheduled_tokens - change.standing_advance)

@@ -66,6 +66,12 @@ class TokenDigest:
         self._sums[index] += terms
         self._value += int(terms.sum(dtype=np.uint64))
 
+    def add_several(self, rows: Sequence[ReqIndex], token_ids: Sequence[Sequence[int]]) -> None:
+        """Count one or several sampled tokens for each of ``rows``."""
+        for place in range(max(map(len, token_ids))):
+            more = [(row, ids[place]) for row, ids in zip(rows, token_ids, strict=True) if place < len(ids)]
+            self.add_sampled(tuple(row for row, _ in more), [token_id for _, token_id in more])
+
     def _grow(self, row: int) -> None:
         more = np.zeros(row + 1, np.uint64)
         self._factors = np.concatenate([self._factors, more])

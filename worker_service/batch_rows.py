@@ -20,6 +20,9 @@ class BatchLimits:
     num_blocks: int  # the null block included
     vocab_size: int
     num_kv_groups: int = 1
+    num_speculative_tokens: int = 0
+    prompt_lookup_min: int = 0
+    prompt_lookup_max: int = 0
 
 
 class RowState(Enum):
@@ -42,6 +45,8 @@ class Row:
     num_known_tokens: int  # while it does not decode; a decode row knows one token more than it has computed
     # Set while it is void: the tokens that it really knows. Its other counts go on as if it had sampled (PROTOCOL B6).
     num_void_known_tokens: int | None = None
+    # Of what it was scheduled when it last computed, tokens tried ahead that may have been rejected (PROTOCOL B11).
+    num_unsettled: int = 0
     tables: list[list[int]] = field(default_factory=list)  # KV group -> block ids; 0 where dropped
     state_slots: dict[int, int] = field(default_factory=dict)  # KV group -> slot, for groups without blocks
     pooling: Pooling | None = None  # set: it never decodes
@@ -68,6 +73,11 @@ class RowDraft:
     samples: bool = False  # it samples at the end of this step and decodes from the next on
     pooling: Pooling | None = None
     pools: bool = False  # its vector is complete at the end of this step; from the next on it does nothing
+
+    @property
+    def tries_ahead(self) -> bool:
+        """Whether it decodes, and computes more than the token that it knows."""
+        return self.state is RowState.DECODE and (self.num_scheduled_tokens or 0) > 1
 
     def covered_tokens(self, block_size: int) -> int:
         """Tokens for which every KV group has room."""

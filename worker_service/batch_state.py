@@ -21,7 +21,7 @@ from service_chassis.errors import DeltaRefused, OutOfOrder
 from service_chassis.protocol.digest import StateDigest
 from worker_service.batch_rows import BatchLimits, Row, RowDraft, RowState, apply_table_change
 from worker_service.delta_check import Transition, check_delta
-from worker_service.step_work import Int32Array, Mode, StepWork
+from worker_service.step_work import Int32Array, Mode, Speculation, StepWork
 
 __all__ = ["BatchLimits", "BatchState", "DigestMismatch", "RowFacts", "RowState"]
 
@@ -75,6 +75,7 @@ class BatchState:
         self._room: Int32Array = np.zeros(limits.max_num_seqs, np.int32)
         self._decodes: npt.NDArray[np.bool_] = np.zeros(limits.max_num_seqs, np.bool_)
         self._steady: _Compute | None = None  # one token for every decode row; None after a change of `_decodes`
+        self._unsettled: set[int] = set()  # decode rows that tried tokens ahead when they last computed
 
     @property
     def digest(self) -> int:
@@ -108,6 +109,7 @@ class BatchState:
         change = check_delta(delta, self._rows, self._num_computed, self.limits)
         compute = self._plan(change)
         num_computed = self._num_computed_before(change, compute)
+        speculation = self._speculation(change)
         self._take_over(change, compute)
         if self._digest.value != delta.state_digest:
             raise DigestMismatch(delta.step, stated=delta.state_digest, computed=self._digest.value)
@@ -129,6 +131,7 @@ class BatchState:
             awaits_mask=change.awaits_mask,
             forget_prefix_cache=delta.forget_prefix_cache,
             state_digest=delta.state_digest,
+            speculation=speculation,
         )
 
     def row_key(self, req_index: int) -> int | None:
@@ -160,8 +163,9 @@ class BatchState:
             rows = np.flatnonzero(mask).astype(np.int32)
             steady = _Compute(rows, np.ones(len(rows), np.int32), np.ones(len(rows), np.bool_))
         self._check_room(change, steady.rows)
+        steady, num_tokens = _with_tries(steady, change)
         chunks = sorted(r for r, d in change.drafts.items() if d.num_scheduled_tokens and d.state is RowState.PREFILL)
-        num_tokens = len(steady.rows) + sum(change.drafts[row].num_scheduled_tokens or 0 for row in chunks)
+        num_tokens += sum(change.drafts[row].num_scheduled_tokens or 0 for row in chunks)
         if num_tokens > self.limits.max_num_batched_tokens:
             raise DeltaRefused(
                 f"step {change.step}: num_scheduled_tokens={num_tokens}: over all rows "
@@ -172,13 +176,13 @@ class BatchState:
     def _check_room(self, change: Transition, rows: Int32Array) -> None:
         """Check that decode rows have a block and a place in the context for the token that they compute."""
         for row in rows[self._num_computed[rows] >= self._room[rows]].tolist():
-            num_computed = int(self._num_computed[row])
+            draft = change.drafts.get(row)
+            num_computed = int(self._num_computed[row]) if draft is None else draft.num_computed_tokens
             if num_computed + 2 > self.limits.max_model_len:
                 raise DeltaRefused(
                     f"step {change.step}: row {row}: {num_computed + 2} known tokens: "
                     f"at most max_model_len {self.limits.max_model_len}"
                 )
-            draft = change.drafts.get(row)
             covered = (draft or self._rows[row]).covered_tokens(self.limits.block_size)
             if num_computed + 1 > covered:
                 raise DeltaRefused(
@@ -190,9 +194,29 @@ class BatchState:
         """Return the computed tokens of the rows that compute, before they do."""
         num_computed: Int32Array = self._num_computed[compute.rows]
         for row, draft in change.drafts.items():
-            if draft.num_scheduled_tokens and draft.state is RowState.PREFILL:
+            is_chunk = draft.num_scheduled_tokens and draft.state is RowState.PREFILL
+            if is_chunk or (row in self._unsettled and self._computes(row, change) and len(num_computed)):
                 num_computed[np.searchsorted(compute.rows, row)] = draft.num_computed_tokens
         return num_computed
+
+    def _speculation(self, change: Transition) -> Speculation | None:
+        """Say which rows try tokens ahead, and of which it is known by now what was accepted."""
+        rows = [row for row, draft in change.drafts.items() if draft.tries_ahead]
+        if change.mode is not Mode.RUN or not (rows or self._unsettled):
+            return None
+        return Speculation(
+            rows=tuple(sorted(rows)),
+            settled=tuple(sorted(row for row in self._unsettled if self._computes(row, change))),
+            prompt_lookup_min=self.limits.prompt_lookup_min,
+            prompt_lookup_max=self.limits.prompt_lookup_max,
+        )
+
+    @staticmethod
+    def _computes(row: int, change: Transition) -> bool:
+        """Whether a row that decoded before a RUN step does so in it."""
+        draft = change.drafts.get(row)
+        stays = draft is None or (draft.state is RowState.DECODE and draft.num_scheduled_tokens != 0)
+        return stays and row not in change.gone
 
     # --- phase two: nothing fails from here on
 
@@ -213,6 +237,8 @@ class BatchState:
         if change.mode is Mode.RUN:
             digest.advance_unmentioned()
             self._num_computed[self._decodes] += 1
+            for req_index in [row for row in self._unsettled if self._computes(row, change)]:
+                self._settle(req_index)
         for new in change.new_rows:
             draft = change.drafts[new.req_index]
             self._rows[new.req_index] = _row_of(draft, self.limits.num_kv_groups)
@@ -228,11 +254,15 @@ class BatchState:
         """Give a row that was named its new counts and state."""
         row = self._rows[req_index]
         if draft.state is RowState.DECODE:
-            if (
-                draft.num_scheduled_tokens == 0 and mode is Mode.RUN
-            ):  # paused: it advanced with the others, take it back
-                self._digest.compute(req_index, -1)
-                self._num_computed[req_index] -= 1
+            # It advanced with the others; it may be paused, try more, or have had less accepted than was counted.
+            num_tokens = 1 if draft.num_scheduled_tokens is None else draft.num_scheduled_tokens
+            after = draft.num_computed_tokens + (num_tokens if mode is Mode.RUN else 0)
+            if more := after - int(self._num_computed[req_index]):
+                self._digest.compute(req_index, more)
+                self._num_computed[req_index] = after
+            if draft.tries_ahead:
+                row.num_unsettled = num_tokens - 1
+                self._unsettled.add(req_index)
         else:
             came_back = row.state is RowState.PREEMPTED or is_new
             before = 0 if came_back or draft.state is RowState.PREEMPTED else int(self._num_computed[req_index])
@@ -241,6 +271,8 @@ class BatchState:
                 self._digest.compute(req_index, after - before)
             self._num_computed[req_index] = after
             row.state = RowState.DECODE if draft.samples else draft.state
+            if draft.state is RowState.PREFILL:
+                row.num_unsettled = 0
             row.num_prefill_tokens = draft.num_prefill_tokens
             if came_back and draft.num_known_tokens == row.num_void_known_tokens:
                 row.num_void_known_tokens = None
@@ -259,6 +291,11 @@ class BatchState:
         if self._decodes[req_index] != decodes:
             self._decodes[req_index] = decodes
             self._steady = None
+            self._unsettled.discard(req_index)
+
+    def _settle(self, req_index: int) -> None:
+        self._unsettled.discard(req_index)
+        self._rows[req_index].num_unsettled = 0
 
     def _facts(self, req_index: int, row: Row) -> RowFacts:
         num_computed = self._held(req_index, row)
@@ -296,6 +333,16 @@ def _row_of(draft: RowDraft, num_kv_groups: int) -> Row:
         tables=[[] for _ in range(num_kv_groups)],
         pooling=draft.pooling,
     )
+
+
+def _with_tries(steady: _Compute, change: Transition) -> tuple[_Compute, int]:
+    """Give rows that try tokens ahead what they are scheduled; return the tokens of all rows, too."""
+    tries = {row: draft.num_scheduled_tokens or 0 for row, draft in change.drafts.items() if draft.tries_ahead}
+    if not tries:
+        return steady, len(steady.rows)
+    scheduled = steady.num_scheduled_tokens.copy()
+    scheduled[np.searchsorted(steady.rows, np.array(list(tries), np.int32))] = list(tries.values())
+    return _Compute(steady.rows, scheduled, steady.samples), int(scheduled.sum())
 
 
 def _merge(steady: _Compute, rows: list[int], drafts: list[RowDraft]) -> _Compute:

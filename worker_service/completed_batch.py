@@ -31,6 +31,7 @@ from worker_service.step_work import (
     StepWork,
     TableChange,
     TableOp,
+    places_of_tokens,
 )
 from worker_service.tombstones import Tombstone, Tombstones
 
@@ -96,6 +97,8 @@ class CompletedBatch:
         self._decodes: npt.NDArray[np.bool_] = np.zeros(limits.max_num_seqs, np.bool_)
         self._preempted: npt.NDArray[np.bool_] = np.zeros(limits.max_num_seqs, np.bool_)
         self._void: npt.NDArray[np.bool_] = np.zeros(limits.max_num_seqs, np.bool_)
+        # Of `_num_computed`, which is what deltas say, tokens that were tried ahead in vain.
+        self._num_rejected: Int32Array = np.zeros(limits.max_num_seqs, np.int32)
 
     def known_tokens(self, req_index: int) -> Int32Array:
         """Return all known tokens of a live row: a view, valid until the next step."""
@@ -118,6 +121,7 @@ class CompletedBatch:
         token_digest: int,
         now: float,
         logprobs: Iterable[RowLogprobs] = (),
+        num_tokens: Int32Array | None = None,
     ) -> None:
         """Take over a step that was done.
 
@@ -127,6 +131,7 @@ class CompletedBatch:
             token_digest: of the rank's known tokens after it.
             now: monotonic.
             logprobs: what it told of tokens.
+            num_tokens: of ``token_ids``, for each of those rows; None: one each.
         """
         for finished in work.finished:
             self._finish(finished, now)
@@ -134,7 +139,7 @@ class CompletedBatch:
             self._let_blocks_go(req_index)
             self._rows[req_index].tables = self._no_tables()
             self._rows[req_index].state_slots.clear()
-            self._num_computed[req_index] = 0
+            self._num_computed[req_index] = self._num_rejected[req_index] = 0
             self._decodes[req_index], self._preempted[req_index] = False, True
         if work.forget_prefix_cache:
             self._hashes.forget()
@@ -152,21 +157,27 @@ class CompletedBatch:
         for change in work.table_changes:
             self._change_table(change)
         if work.mode is Mode.RUN:
-            self._compute(work, token_ids)
+            self._compute(work, token_ids, num_tokens)
             self._keep(logprobs)
         self.step, self.state_digest, self.token_digest = work.step, work.state_digest, token_digest
 
-    def _compute(self, work: StepWork, token_ids: Int32Array) -> None:
+    def _compute(self, work: StepWork, token_ids: Int32Array, num_tokens: Int32Array | None) -> None:
         ends = work.num_computed_tokens + work.num_scheduled_tokens
         self._num_computed[work.rows] = ends
         rows, positions = work.rows[work.samples], ends[work.samples]
         self._decodes[rows] = True
+        if work.speculation is not None:
+            self._num_rejected[work.rows] = 0
+            rows, positions = places_of_tokens(work, num_tokens)
         if len(void := rows[token_ids == NOT_SAMPLED]):
             self._void[void] = True
             given = token_ids != NOT_SAMPLED
             rows, positions, token_ids = rows[given], positions[given], token_ids[given]
         self._token_ids[rows, positions] = token_ids
-        self._num_known[rows] = positions + 1
+        self._num_known[rows] = positions + 1  # of a row with several tokens the last counts
+        if work.speculation is not None:
+            tried = list(work.speculation.rows)
+            self._num_rejected[tried] = self._num_computed[tried] + 1 - self._num_known[tried]
 
     def _keep(self, logprobs: Iterable[RowLogprobs]) -> None:
         for told in logprobs:
@@ -201,6 +212,7 @@ class CompletedBatch:
         self._num_known[req_index] = self._num_prefill[req_index] = num_known
         self._num_computed[req_index] = new.num_computed_tokens
         self._decodes[req_index] = self._preempted[req_index] = self._void[req_index] = False
+        self._num_rejected[req_index] = 0
 
     def _finish(self, finished: FinishedRow, now: float) -> None:
         self._let_blocks_go(finished.req_index)
@@ -226,7 +238,7 @@ class CompletedBatch:
     def _let_blocks_go(self, req_index: int) -> None:
         row = self._rows[req_index]
         # Of a void row more is computed than known, and that is padding.
-        num_cached = min(self._num_computed[req_index], self._num_known[req_index])
+        num_cached = min(self._num_computed[req_index] - self._num_rejected[req_index], self._num_known[req_index])
         cached = self._token_ids[req_index, :num_cached]
         for group, table in enumerate(row.tables):
             if group not in row.state_slots:

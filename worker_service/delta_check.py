@@ -136,7 +136,7 @@ class _Check:
         return row
 
     def _known(self, req_index: int, row: Row) -> int:
-        """Tokens a row knows before this delta, those included that steps before are still to sample."""
+        """Tokens a row knows before this delta at most, those included that steps before are still to sample."""
         if row.state is RowState.DECODE:
             return int(self._num_computed[req_index]) + 1
         return row.num_known_tokens
@@ -260,7 +260,8 @@ class _Check:
         if new.lane:
             self._refuse(f"{where}.lane", new.lane, "must be 0: there is one pipeline stage")
         if new.advance_limit > 1:
-            self._refuse(f"{where}.advance_limit", new.advance_limit, "must be 1: nothing speculates here")
+            rule = "must be 1: a row that tries tokens ahead is mentioned"
+            self._refuse(f"{where}.advance_limit", new.advance_limit, rule)
         for name, value in (("lora_slot", new.lora_slot), ("dp_cell", new.dp_cell)):
             if value:
                 self._refuse(f"{where}.{name}", value, "must be 0: this rank has no such feature")
@@ -287,7 +288,7 @@ class _Check:
             self._refuse(f"{where}.fork_of", new.fork_of, f"must be a decode row, it is {parent.state.name.lower()}")
         if new.token_ids:
             self._refuse(f"{where}.token_ids", f"{len(new.token_ids)} ids", "must be empty with fork_of")
-        num_known = self._known(new.fork_of, parent)
+        num_known = self._known(new.fork_of, parent) - parent.num_unsettled
         if new.num_prefill_tokens > num_known:
             rule = f"must be at most the {num_known} that fork_of knows"
             self._refuse(f"{where}.num_prefill_tokens", new.num_prefill_tokens, rule)
@@ -356,9 +357,10 @@ class _Check:
         row = self._live("changes.req_index", req_index)
         self._named.add(req_index)
         if change.HasField("advance_limit") and change.advance_limit != 1:
-            self._refuse(f"{where}.advance_limit", change.advance_limit, "must be 1: nothing speculates here")
+            rule = "must be 1: a row that tries tokens ahead is mentioned"
+            self._refuse(f"{where}.advance_limit", change.advance_limit, rule)
         if change.draft_token_ids:
-            rule = "must be empty: nothing speculates here"
+            rule = "must be empty: what is tried ahead is proposed by the ranks"
             self._refuse(f"{where}.draft_token_ids", f"{len(change.draft_token_ids)} ids", rule)
         draft = self._draft(req_index, row)
         if draft.state is RowState.PREEMPTED:
@@ -366,26 +368,41 @@ class _Check:
                 if change.blocks or change.num_scheduled_tokens or change.HasField("num_computed_tokens"):
                     self._refuse(where, "a preempted row", "comes back by a replacing change with num_prefill_tokens")
                 return
-            self._resume(where, req_index, draft, change, row.num_void_known_tokens)
+            self._resume(where, req_index, draft, change, row)
         else:
-            for name in ("num_prefill_tokens", "num_computed_tokens"):
-                if change.HasField(name):
-                    self._refuse(f"{where}.{name}", getattr(change, name), "is said only of a preempted row")
+            if change.HasField("num_prefill_tokens"):
+                rule = "is said only of a preempted row"
+                self._refuse(f"{where}.num_prefill_tokens", change.num_prefill_tokens, rule)
+            if change.HasField("num_computed_tokens"):
+                self._settle(f"{where}.num_computed_tokens", draft, change, row.num_unsettled)
             allowed = ("append", "drop_leading", "state_slot")
             self._change_tables(where, req_index, draft, change.blocks, allowed=allowed)
         if change.HasField("num_scheduled_tokens"):
             self._schedule(where, draft, change.num_scheduled_tokens)
 
-    def _resume(
-        self, where: str, req_index: int, draft: RowDraft, change: RowChange, num_void_known: int | None
-    ) -> None:
+    def _settle(self, where: str, draft: RowDraft, change: RowChange, num_unsettled: int) -> None:
+        """Of a row that tried tokens ahead it is said how many were accepted."""
+        num_computed_tokens = change.num_computed_tokens
+        pauses = change.HasField("num_scheduled_tokens") and not change.num_scheduled_tokens
+        if not num_unsettled or pauses or self._next.mode is not Mode.RUN:
+            rule = "is said only of a preempted row, and of one that tried tokens ahead when it next computes"
+            self._refuse(where, num_computed_tokens, rule)
+        most = draft.num_computed_tokens
+        if not most - num_unsettled <= num_computed_tokens <= most:
+            self._refuse(where, num_computed_tokens, f"must be {most - num_unsettled} to {most}, as it was scheduled")
+        draft.num_computed_tokens = num_computed_tokens
+
+    def _resume(self, where: str, req_index: int, draft: RowDraft, change: RowChange, row: Row) -> None:
         """Bring a preempted row back: new tables, and all its known tokens to compute.
 
         A void row comes back with what it really knows. But an owner that died did not know that it would be void, and
         what it had sent before must be taken for what it was.
         """
-        if change.num_prefill_tokens not in (draft.num_known_tokens, num_void_known):
-            rule = f"must be the {draft.num_known_tokens if num_void_known is None else num_void_known} tokens it knows"
+        most, num_void_known = draft.num_known_tokens, row.num_void_known_tokens
+        least = most - row.num_unsettled
+        if not least <= change.num_prefill_tokens <= most and change.num_prefill_tokens != num_void_known:
+            known = f"{least} to {most}" if least < most else most
+            rule = f"must be the {known if num_void_known is None else num_void_known} tokens it knows"
             self._refuse(f"{where}.num_prefill_tokens", change.num_prefill_tokens, rule)
         draft.state = RowState.PREFILL
         draft.num_prefill_tokens = change.num_prefill_tokens
@@ -442,7 +459,7 @@ class _Check:
             self._refuse(where, num_tokens, f"nobody advances in a step of mode {self._next.mode.name}")
         if draft.state is RowState.DECODE:
             if num_tokens > 1:
-                self._refuse(where, num_tokens, "a decode row advances by its advance_limit, 1, at most")
+                self._try_ahead(where, draft, num_tokens)
         else:
             left = draft.num_prefill_tokens - draft.num_computed_tokens
             if num_tokens > left:
@@ -453,6 +470,16 @@ class _Check:
             draft.pools = is_last and draft.pooling is not None and num_tokens > 0
         self._check_covered(where, draft, draft.num_computed_tokens + num_tokens)
         draft.num_scheduled_tokens = num_tokens
+
+    def _try_ahead(self, where: str, draft: RowDraft, num_tokens: int) -> None:
+        """A decode row computes more than the token that it knows."""
+        limits = self._limits
+        if num_tokens > 1 + limits.num_speculative_tokens:
+            rule = f"a decode row computes 1 token, and num_speculative_tokens {limits.num_speculative_tokens} at most"
+            self._refuse(where, num_tokens, rule)
+        if (num_known := draft.num_computed_tokens + num_tokens + 1) > limits.max_model_len:
+            rule = f"{num_known} known tokens may come of it: at most max_model_len {limits.max_model_len}"
+            self._refuse(where, num_tokens, rule)
 
     # --- what holds for several fields
 
@@ -489,4 +516,6 @@ class _Check:
                 samples = row is not None and req_index not in self._next.gone and row.state is RowState.DECODE
             if not samples or self._next.mode is not Mode.RUN:
                 self._refuse("awaits_mask", req_index, "the row must sample in this step")
+            if draft is not None and draft.tries_ahead:
+                self._refuse("awaits_mask", req_index, "a row under a mask tries no tokens ahead")
         self._next.awaits_mask = rows

@@ -188,3 +188,16 @@ class StepOutput:
     logprobs: tuple[RowLogprobs, ...] = ()  # of rows that asked, ascending; the same on all ranks
     vectors: tuple[Float32Array, ...] = ()  # [hidden_size] each, of the work's ``pooled``; on the output rank
     num_tokens: Int32Array | None = None  # of ``token_ids``, per row; None: one each
+
+
+def places_of_tokens(work: StepWork, num_tokens: Int32Array | None) -> tuple[Int32Array, Int32Array]:
+    """Return row and position of each token that a step sampled; ``num_tokens`` as in ``StepOutput``."""
+    rows, before, scheduled = work.rows[work.samples], work.num_computed_tokens, work.num_scheduled_tokens
+    firsts = (before + scheduled)[work.samples]
+    if work.speculation is not None:
+        tries = np.isin(rows, work.speculation.rows)
+        firsts[tries] = before[work.samples][tries] + 1
+    if num_tokens is None:
+        return rows, firsts
+    within = np.arange(num_tokens.sum()) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
+    return np.repeat(rows, num_tokens), np.repeat(firsts, num_tokens) + within.astype(np.int32)

@@ -119,8 +119,9 @@ class Batch:
         self.file(sample)
 
     def take_out(self, sample: Sample) -> int:
-        """A sample loses its blocks. Return its computed tokens; it keeps its row."""
-        num_computed_tokens = self.num_computed_tokens(sample)
+        """A sample loses its blocks. Return its computed tokens, as workers count them; it keeps its row."""
+        num_computed_tokens = self.num_computed_tokens(sample) + sample.unsettled
+        sample.unsettled = 0
         if sample.state is SampleState.DECODE:
             place = bisect_left(self._decode_rows, sample.req_index)
             del self._decode_rows[place], self._decode_samples[place]
@@ -163,6 +164,15 @@ class Batch:
         elif sample in self._paused:
             del self._paused[sample]
             self.file(sample)
+
+    def is_paused(self, sample: Sample) -> bool:
+        """Whether a decode sample is held."""
+        return sample in self._paused
+
+    def advance_more(self, sample: Sample, num_tokens: int) -> None:
+        """A decode sample computed so many tokens more in a step that was planned than the one that it always does."""
+        sample.offset += num_tokens
+        self.file(sample)
 
     def paused_rows(self) -> list[ReqIndex]:
         """Decode rows that do not advance in the step of this tick."""

@@ -25,9 +25,12 @@ class SchedulerLimits:
     """What prefills may add to the result of one step, some nine bytes each, all of which must fit into its message."""
     max_vectors: int = 64
     """Vectors that one step may complete, all of which must fit into the message with its result."""
+    num_speculative_tokens: int = 0
+    """Tokens that a decode row may try ahead in one step. Then one is in flight: the next needs to know its outcome."""
 
     def __post_init__(self) -> None:
         assert self.max_num_batched_tokens >= self.max_num_seqs >= 1
         assert self.max_model_len >= 2
         assert self.num_blocks >= 2
+        assert not self.num_speculative_tokens or self.max_steps_in_flight == 1
         assert min(self.block_size, self.max_steps_in_flight, self.max_vectors, self.max_result_entries) >= 1

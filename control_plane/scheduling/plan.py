@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import NamedTuple
 
 from control_plane.scheduling.request import FinishReason, Request, Sample
@@ -69,10 +70,11 @@ class RowChange:
     req_index: ReqIndex
     num_scheduled_tokens: int | None = None  # None: as if it were not mentioned; 0: pause
     standing_advance: int = 0  # what it would have advanced by unmentioned
+    settles: int = 0  # tokens that it was scheduled and that were not accepted; `num_computed_tokens` is set
     append: tuple[BlockId, ...] = ()
     append_at: int = 0  # place of the first appended block in the row's table
     replace: tuple[BlockId, ...] = ()  # a preempted row comes back; the two counts below are set
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # before this step
     num_prefill_tokens: int = 0
 
 
@@ -98,17 +100,32 @@ class StepPlan:
     pooled: tuple[Sample, ...] = ()  # who sat in `pooled_rows` when planned
     masked_rows: tuple[ReqIndex, ...] = ()  # those of `rows` that sample under a mask, which follows
     masked: tuple[Sample, ...] = ()  # who sat in `masked_rows` when planned
+    tries: Mapping[ReqIndex, int] = field(default_factory=dict)  # those of `rows` that may yield so many tokens more
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The result of one RUN step: one id per row that sampled, in the order of its plan's ``rows``."""
+    """The result of one RUN step: one id per row that sampled, or several, in the order of its plan's ``rows``."""
 
     step: Step
     token_ids: Sequence[int]
     vectors: Sequence[Sequence[float]] = ()  # in the order of its plan's ``pooled_rows``
-    logprobs: Mapping[int, object] = field(default_factory=dict)  # place in ``rows`` -> of its token; opaque here
+    logprobs: Mapping[int, object] = field(default_factory=dict)  # place in ``rows`` -> of its tokens; opaque here
     prompt_logprobs: Mapping[ReqIndex, object] = field(default_factory=dict)  # of its plan's ``chunks``; opaque here
+    counts: Sequence[int] = ()  # of ``token_ids``, per row; empty: one each
+
+    def first_of_each(self) -> Sequence[int]:
+        """Return one id per row."""
+        if not self.counts:
+            return self.token_ids
+        return [self.token_ids[end - count] for end, count in zip(accumulate(self.counts), self.counts, strict=True)]
+
+    def of_each(self) -> list[Sequence[int]]:
+        """Return the ids of each row."""
+        if not self.counts:
+            return [(token_id,) for token_id in self.token_ids]
+        ends = accumulate(self.counts)
+        return [self.token_ids[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
 
 class SampleOutput(NamedTuple):
@@ -120,7 +137,7 @@ class SampleOutput(NamedTuple):
     finish: FinishReason | None = None
     matched_token_id: int | None = None  # the stop id that was sampled, with STOP
     vector: Sequence[float] | None = None  # of a request that pools, its only output
-    logprobs: object = None  # of ``token_ids``, as it came with the result
+    logprobs: object = None  # of ``token_ids``, and of what was dropped behind them, as it came with the result
     prompt_logprobs: object = None  # of a part of the prompt, without tokens
 
 

@@ -228,6 +228,9 @@ class Sample:
         "stop_floor",
         "stop_ids",
         "token_ids",
+        "tries_from",
+        "tries_in_vain",
+        "unsettled",
     )
 
     def __init__(self, request: Request, index: int, limit: int) -> None:
@@ -253,6 +256,10 @@ class Sample:
         self.num_registered = 0  # leading blocks of `block_ids` that the pool was told the hashes of
         self.resident_since = 0  # step that gave it the present blocks
         self.decode_since = 0  # step with which it turned DECODE
+        # Tokens tried ahead that workers count as computed, and were not accepted or not answered (see Speculation).
+        self.unsettled = 0
+        self.tries_in_vain = 0  # in a row
+        self.tries_from = 0  # tick
 
     @property
     def num_output_tokens(self) -> int:

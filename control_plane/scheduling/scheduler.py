@@ -36,6 +36,7 @@ from control_plane.scheduling.plan import (
     StepTokens,
 )
 from control_plane.scheduling.request import FinishReason, Order, Refusal, RefusalKind, Request, Sample, SampleState
+from control_plane.scheduling.speculation import Speculation
 from control_plane.scheduling.tables import Place, Tables
 from control_plane.scheduling.waiting_room import WaitingRoom
 from service_chassis.ids import BlockId, ReqIndex, RequestId, Step
@@ -66,6 +67,7 @@ class _Draft:
     started: list[Request] = field(default_factory=list)
     chunks: list[tuple[ReqIndex, Sample]] = field(default_factory=list)
     pooled: list[Sample] = field(default_factory=list)
+    tries: dict[ReqIndex, int] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -96,6 +98,7 @@ class Scheduler:
         self._tables = Tables(limits.num_blocks, limits.block_size, caching=enable_prefix_caching)
         self._pool = self._tables.pool
         self._batch = Batch(limits.max_num_seqs, limits.block_size)
+        self._speculation = Speculation(limits.num_speculative_tokens, self._batch, self._tables, limits.block_size)
         # A row that has the whole cache to itself can compute so many tokens and sample one more.
         self._max_known_tokens = min(limits.max_model_len, self._pool.num_total * limits.block_size + 1)
         self._requests: dict[RequestId, Request] = {}  # the living
@@ -245,10 +248,16 @@ class Scheduler:
             self._lost[row.req_index] = RowLoss(row.req_index, row.num_computed_tokens)
             sample.state = SampleState.PREEMPTED
             return
-        self._batch.begin_prefill(sample, row.num_computed_tokens)
-        self._tables.note_computed(sample, row.num_computed_tokens, Step(self._completed))
+        num_computed_tokens = row.num_computed_tokens
+        if row.state is SampleState.DECODE:
+            # What it tried ahead in vain is counted, too, until we say better.
+            num_computed_tokens = min(num_computed_tokens, len(sample.token_ids) - 1)
+            sample.unsettled = row.num_computed_tokens - num_computed_tokens
+        self._batch.begin_prefill(sample, num_computed_tokens)
+        self._tables.note_computed(sample, num_computed_tokens, Step(self._completed))
         if row.state is SampleState.DECODE:
             self._batch.begin_decode(sample, in_this_step=False)
+            self._speculation.enter(sample)
 
     def limit_of(self, request: Request) -> int:
         """Return the number of known tokens, prompt included, with which a sample of ``request`` ends at the latest."""
@@ -350,6 +359,9 @@ class Scheduler:
             budget -= self._admit(draft, budget, ahead_of=sample.order)
             budget -= self._continue_prefill(draft, sample, budget)
         budget -= self._admit(draft, budget)
+        if self._speculation:
+            draft.tries = self._speculation.plan(draft.changes, draft.step, budget)
+            budget -= sum(draft.tries.values())
         num_tokens = self.limits.max_num_batched_tokens - budget
         return self._emit(draft, PlanMode.RUN, num_tokens) if num_tokens else None
 
@@ -370,7 +382,7 @@ class Scheduler:
         plan = self._runs[0] if self._runs else None
         if plan is None or result.step != plan.step:
             raise ResultMismatch(f"result of step {result.step}, due is {'none' if plan is None else plan.step}")
-        if len(result.token_ids) != len(plan.samples):
+        if len(result.counts or result.token_ids) != len(plan.samples):
             raise ResultMismatch(f"step {plan.step}: {len(result.token_ids)} tokens for {len(plan.samples)} rows")
         if len(result.vectors) != len(plan.pooled):
             raise ResultMismatch(f"step {plan.step}: {len(result.vectors)} vectors for {len(plan.pooled)} rows")
@@ -383,7 +395,10 @@ class Scheduler:
             if told is not None and sample.state is not SampleState.FINISHED:
                 outputs.append(SampleOutput(sample.request, sample.index, (), prompt_logprobs=told))
         of_tokens = result.logprobs
-        for place, (sample, token_id) in enumerate(zip(plan.samples, result.token_ids, strict=True)):
+        if plan.tries:
+            outputs += self._take_several(plan, result)
+        ones = zip(plan.samples, result.token_ids, strict=True) if not plan.tries else ()
+        for place, (sample, token_id) in enumerate(ones):
             if sample.state is SampleState.FINISHED:
                 continue
             num_known = len(sample.token_ids)
@@ -403,6 +418,33 @@ class Scheduler:
             if sample.state is not SampleState.FINISHED:
                 outputs.append(SampleOutput(sample.request, sample.index, (), FinishReason.STOP, vector=vector))
                 self._end(sample, FinishReason.STOP)
+        return outputs
+
+    def _take_several(self, plan: StepPlan, result: StepTokens) -> list[SampleOutput]:
+        """Take the tokens of a step in which rows tried some ahead."""
+        outputs = []
+        rows = zip(plan.rows, plan.samples, result.of_each(), strict=True)
+        for place, (row, sample, token_ids) in enumerate(rows):
+            if sample.state is SampleState.FINISHED:
+                continue
+            if row in plan.tries:
+                self._speculation.take(sample, len(token_ids) - 1)
+            reason, matched, num_before = None, None, len(sample.token_ids)
+            for num_known, token_id in enumerate(token_ids, num_before):
+                if not num_known % self.limits.block_size:
+                    self._note_decoded(sample, plan.step)
+                sample.token_ids.append(token_id)
+                if token_id in sample.stop_ids and num_known >= sample.stop_floor:
+                    reason, matched = FinishReason.STOP, token_id
+                elif num_known + 1 == sample.limit:
+                    reason = FinishReason.LENGTH
+                if reason is not None:
+                    break
+            kept = tuple(sample.token_ids[num_before:])
+            told = result.logprobs.get(place)
+            outputs.append(SampleOutput(sample.request, sample.index, kept, reason, matched, logprobs=told))
+            if reason is not None:
+                self._end(sample, reason)
         return outputs
 
     def acknowledge(self, step: Step) -> None:
@@ -581,6 +623,7 @@ class Scheduler:
         else:
             sample.decode_since = draft.step
             self._batch.begin_decode(sample)
+            self._speculation.enter(sample)
             self._room.note_prompt_done(sample)
             draft.turned_decode.append(sample.req_index)
 
@@ -617,6 +660,7 @@ class Scheduler:
             forget_prefix_cache=self._forget,
             pooled_rows=tuple(sample.req_index for sample in pooled),
             pooled=tuple(pooled),
+            tries=draft.tries,
         )
         self._ended.clear()
         self._lost.clear()

@@ -7,6 +7,7 @@ what the cache's slots contain, and against the prefix cache of the scheduler.
 
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,9 @@ class Witness(SlotHashWorker):
         self.num_resumed += len(work.resumed)
         self.num_forks += sum(new.fork_of is not None for new in work.new_rows)
         token_ids = super().execute(work)
-        self.memory.complete(work, token_ids, self.token_digest, float(work.step))
+        num_tokens = np.array(self.num_tokens, np.int32) if self.num_tokens else None
+        sampled = np.array(token_ids, np.int32)
+        self.memory.complete(work, sampled, self.token_digest, float(work.step), num_tokens=num_tokens)
         self.check(work)
         return token_ids
 
@@ -103,7 +106,11 @@ class Witness(SlotHashWorker):
                 facts.num_computed_tokens,
                 facts.num_prefill_tokens,
             )
-            assert (row.tables, len(row.token_ids)) == (facts.tables, facts.num_known_tokens)
+            num_unsettled = self._bench.state._rows[req_index].num_unsettled
+            num_known = len(row.token_ids)
+            assert row.tables == facts.tables
+            # What was tried ahead in vain is known here alone, until a delta says so.
+            assert facts.num_known_tokens - num_unsettled <= num_known <= facts.num_known_tokens
 
     def _check_cache(self, kept):
         """Every block that the scheduler could still hit is known here, by the same hash."""

@@ -24,10 +24,19 @@ def spoils(sentence: str) -> Callable[[Spoiler], Spoiler]:
 
 def _in(state: BatchState, row_state: RowState, delta: SchedulerDelta) -> int | None:
     """A row in a state, of which the delta says nothing."""
+    return next(iter(_all_in(state, row_state, delta)), None)
+
+
+def _all_in(state: BatchState, row_state: RowState, delta: SchedulerDelta) -> list[int]:
+    named = _named(delta)
+    return [row for row, facts in state.rows().items() if facts.state is row_state and row not in named]
+
+
+def _named(delta: SchedulerDelta) -> set[int]:
     named = {f.req_index for f in delta.finished} | set(delta.preempted)
     named |= {c.req_index for c in delta.changes} | {n.req_index for n in delta.new_requests}
     named |= {n.fork_of for n in delta.new_requests if n.HasField("fork_of")}
-    return next((row for row, facts in state.rows().items() if facts.state is row_state and row not in named), None)
+    return named
 
 
 def _free(state: BatchState, delta: SchedulerDelta) -> int | None:
@@ -294,13 +303,80 @@ def schedules_more_than_is_left_of_a_prefill(delta, state):
     return True
 
 
-@spoils("num_scheduled_tokens=2: a decode row advances")
-def schedules_two_tokens_of_a_decode_row(delta, state):
+@spoils("num_scheduled_tokens=\\d+: a decode row computes 1 token, and num_speculative_tokens \\d at most")
+def schedules_more_of_a_decode_row_than_it_may_try_ahead(delta, state):
     row = _in(state, RowState.DECODE, delta)
     if row is None or delta.mode != SchedulerDelta.MODE_RUN:
         return False
-    delta.changes.add(req_index=row, num_scheduled_tokens=2)
+    delta.changes.add(req_index=row, num_scheduled_tokens=2 + state.limits.num_speculative_tokens)
     return True
+
+
+@spoils("num_computed_tokens=\\d+: is said only of a preempted row, and of one that tried tokens ahead")
+def corrects_a_row_that_tried_nothing_ahead(delta, state):
+    row = next((row for row in _all_in(state, RowState.DECODE, delta) if not state._rows[row].num_unsettled), None)
+    if row is None:
+        return False
+    delta.changes.add(req_index=row, num_computed_tokens=_facts(state, row).num_computed_tokens)
+    return True
+
+
+@spoils("num_computed_tokens=\\d+: must be \\d+ to \\d+, as it was scheduled")
+def says_that_fewer_were_accepted_than_were_computed_anyway(delta, state):
+    return _corrects(delta, state, lambda most, num_tried: most - num_tried - 1)
+
+
+@spoils("num_computed_tokens=\\d+: must be \\d+ to \\d+, as it was scheduled")
+def says_that_more_were_accepted_than_were_tried(delta, state):
+    return _corrects(delta, state, lambda most, num_tried: most + 1)
+
+
+@spoils("num_computed_tokens=\\d+: is said only .* when it next computes")
+def corrects_a_row_that_it_pauses(delta, state):
+    if not _corrects(delta, state, lambda most, num_tried: most - num_tried):
+        return False
+    delta.changes[-1].num_scheduled_tokens = 0
+    return True
+
+
+@spoils("awaits_mask=\\d+: a row under a mask tries no tokens ahead")
+def tries_tokens_ahead_under_a_mask(delta, state):
+    limits = state.limits
+    if delta.mode != SchedulerDelta.MODE_RUN or not limits.num_speculative_tokens or delta.awaits_mask:
+        return False
+    for row in _all_in(state, RowState.DECODE, delta):
+        facts = _facts(state, row)
+        room = min(limits.block_size * len(facts.tables[0]), limits.max_model_len - 1)
+        if facts.num_computed_tokens + 2 <= room:
+            delta.changes.add(req_index=row, num_scheduled_tokens=2)
+            delta.awaits_mask.append(row)
+            return True
+    return False
+
+
+@spoils("num_scheduled_tokens=\\d+: the row's blocks hold \\d+ tokens")
+def tries_tokens_ahead_without_blocks(delta, state):
+    limits = state.limits
+    if delta.mode != SchedulerDelta.MODE_RUN or not limits.num_speculative_tokens:
+        return False
+    for row in _all_in(state, RowState.DECODE, delta):
+        facts = _facts(state, row)
+        covered, num_tokens = limits.block_size * len(facts.tables[0]), 1 + limits.num_speculative_tokens
+        if covered < facts.num_computed_tokens + num_tokens < limits.max_model_len:
+            delta.changes.add(req_index=row, num_scheduled_tokens=num_tokens)
+            return True
+    return False
+
+
+def _corrects(delta, state, of):
+    if delta.mode != SchedulerDelta.MODE_RUN:
+        return False
+    for row, facts in state.rows().items():
+        num_tried = state._rows[row].num_unsettled
+        if num_tried and facts.state is RowState.DECODE and row not in _named(delta):
+            delta.changes.add(req_index=row, num_computed_tokens=of(facts.num_computed_tokens, num_tried))
+            return True
+    return False
 
 
 @spoils("comes back by a replacing change")
@@ -548,7 +624,7 @@ def lets_a_row_advance_by_three(delta, state):
     return True
 
 
-@spoils("draft_token_ids=.*nothing speculates")
+@spoils("draft_token_ids=.*proposed by the ranks")
 def proposes_draft_tokens(delta, state):
     row = _in(state, RowState.DECODE, delta)
     if row is None:

@@ -37,8 +37,9 @@ LIMITS = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(6, 30),
         "max_model_len": st.integers(31, 60),
         "max_steps_in_flight": st.sampled_from([1, 2, 4]),
+        "num_speculative_tokens": st.sampled_from([0, 0, 1, 3]),
     }
-)
+).map(lambda limits: {**limits, "max_steps_in_flight": 1} if limits["num_speculative_tokens"] else limits)
 
 
 def play(bench, operations):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from zlib import crc32
 
 import numpy as np
@@ -124,6 +125,8 @@ class SlotHashWorker:
         self._rows: dict[int, _Row] = {}
         self._pooler = Pooler()
         self.vectors: list[RowVector] = []  # of the last step
+        self.num_tokens: list[int] = []  # of the last step, per row that sampled; empty: one each
+        self._guesses = Random(num_blocks)
 
     @property
     def token_digest(self) -> int:
@@ -160,32 +163,61 @@ class SlotHashWorker:
             work.samples.tolist(),
             strict=True,
         )
-        sampled = [self._compute(*span) for span in spans]
+        speculation = work.speculation
+        tries = speculation.rows if speculation is not None else ()
+        sampled = [self._try_ahead(*span[:3]) if span[0] in tries else self._compute(*span) for span in spans]
+        self.num_tokens = [len(tokens) for tokens in sampled if tokens] if tries else []
         vectors = self._pooler.take(work, lambda place, *span: self._sum_of(int(work.rows[place]), *span))
         self.vectors = [
             RowVector(req_index=row, values=vector.tolist()) for row, vector in zip(work.pooled, vectors, strict=True)
         ]
-        return [token_id for token_id in sampled if token_id is not None]
+        return [token_id for tokens in sampled for token_id in tokens]
 
     def _sum_of(self, req_index: int, start: int, stop: int) -> Float64Array:
         size, table = self._block_size, self._rows[req_index].table
         places = [table[place // size] * size + place % size for place in range(start, stop)]
         return np.array([hidden_of(self._slots[place]) for place in places], np.float64).sum(axis=0)
 
-    def _compute(self, req_index: int, start: int, count: int, samples: bool) -> int | None:
-        row, size, slots = self._rows[req_index], self._block_size, self._slots
-        table = row.table
-        h = slots[table[(start - 1) // size] * size + (start - 1) % size] if start else _ROOT
-        for place in range(start, start + count):
-            h = mix(h ^ mix(row.tokens[place] + 1))
-            slots[table[place // size] * size + place % size] = h
+    def _compute(self, req_index: int, start: int, count: int, samples: bool) -> list[int]:
+        row = self._rows[req_index]
+        h = self._write(row, start, row.tokens[start : start + count])
         if not samples:
-            return None
+            return []
         assert start + count == len(row.tokens), "a row samples when all its known tokens are computed"
+        return [self._sample(row, h)]
+
+    def _try_ahead(self, req_index: int, start: int, count: int) -> list[int]:
+        """Try tokens some of which are right, write them all to the cache, and sample as far as they were right."""
+        row, size = self._rows[req_index], self._block_size
+        assert start + 1 == len(row.tokens), "a row that tries tokens ahead has computed all that it knows but one"
+        tried: list[int] = []
+        for _ in range(self._guesses.randrange(count)):
+            h = self._write(row, start, [row.tokens[-1], *tried])
+            right = choose(h, row.new.sampling.seed, row.new.sample_index, self._banned(row, len(tried)))
+            tried.append(right if self._guesses.random() < 0.7 else (right + 1) % VOCAB)
+        self._write(row, start, [row.tokens[-1], *tried])
+        sampled: list[int] = []
+        for place in range(start, start + 1 + len(tried)):
+            sampled.append(self._sample(row, self._slots[row.table[place // size] * size + place % size]))
+            if sampled != tried[: len(sampled)]:
+                break
+        return sampled
+
+    def _write(self, row: _Row, start: int, tokens: Sequence[int]) -> int:
+        size, slots, table = self._block_size, self._slots, row.table
+        h = slots[table[(start - 1) // size] * size + (start - 1) % size] if start else _ROOT
+        for place, token_id in enumerate(tokens, start):
+            h = mix(h ^ mix(token_id + 1))
+            slots[table[place // size] * size + place % size] = h
+        return h
+
+    def _banned(self, row: _Row, num_more: int = 0) -> frozenset[int]:
         sampling = row.new.sampling
-        num_output_tokens = len(row.tokens) - row.new.num_prompt_tokens
-        banned = frozenset(sampling.stop_ids) if num_output_tokens < sampling.min_tokens else frozenset()
-        token_id = choose(h, sampling.seed, row.new.sample_index, banned)
+        num_output_tokens = len(row.tokens) + num_more - row.new.num_prompt_tokens
+        return frozenset(sampling.stop_ids) if num_output_tokens < sampling.min_tokens else frozenset()
+
+    def _sample(self, row: _Row, h: int) -> int:
+        token_id = choose(h, row.new.sampling.seed, row.new.sample_index, self._banned(row))
         row.digest += token_term(row_factor(row.new.row_key), len(row.tokens), token_id)
         row.tokens.append(token_id)
         return token_id
@@ -213,6 +245,7 @@ class Bench:
                 block_size=self.limits.block_size,
                 num_blocks=self.limits.num_blocks,
                 vocab_size=VOCAB,
+                num_speculative_tokens=self.limits.num_speculative_tokens,
             )
         )
         self.worker = SlotHashWorker(self.limits.num_blocks, self.limits.block_size)
@@ -267,7 +300,9 @@ class Bench:
             assert plan.mode is PlanMode.APPLY_ONLY
             self.scheduler.acknowledge(plan.step)
             return []
-        tokens = step_tokens(StepResult(step=plan.step, token_ids=token_ids, vectors=self.worker.vectors), plan)
+        worker = self.worker
+        result = StepResult(step=plan.step, token_ids=token_ids, num_tokens=worker.num_tokens, vectors=worker.vectors)
+        tokens = step_tokens(result, plan)
         digest = self.encoder.take_tokens(plan, tokens)
         if self._check:
             assert digest == self.worker.token_digest
@@ -361,7 +396,7 @@ def rows_of_scheduler(scheduler: Scheduler) -> dict[int, tuple[object, ...]]:
     samples: list[Sample] = [s for r in scheduler.requests() for s in r.samples if s.state in _STATES]
     rows = {}
     for sample in samples:
-        num_computed = scheduler.num_computed_tokens(sample)
+        num_computed = scheduler.num_computed_tokens(sample) + sample.unsettled
         decodes = sample.state is SampleState.DECODE
         rows[int(sample.req_index)] = (
             sample.row_key,

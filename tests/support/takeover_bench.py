@@ -47,7 +47,9 @@ class WatchedBench(Bench):
 
         def executed(work):  # type: ignore[no-untyped-def]
             tokens = execute(self.worker, work)
-            self.completed.complete(work, np.array(tokens, np.int32), self.worker.token_digest, 0.0)
+            num_tokens = np.array(self.worker.num_tokens, np.int32) if self.worker.num_tokens else None
+            sampled = np.array(tokens, np.int32)
+            self.completed.complete(work, sampled, self.worker.token_digest, 0.0, num_tokens=num_tokens)
             return tokens
 
         self.worker.execute = executed  # type: ignore[method-assign]

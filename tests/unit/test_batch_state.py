@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace as replace_fields
 
 import numpy as np
 import pytest
@@ -62,9 +63,9 @@ def delta_of(step, mode=RUN, rows=()):
     return SchedulerDelta(step=step, mode=mode, state_digest=digest_of(*rows))
 
 
-def busy_state():
+def busy_state(limits=LIMITS):
     """A batch after three steps: row 0 decodes, row 1 is in its prefill, row 2 preempted, row 3 decodes; 4, 5 free."""
-    state = BatchState(LIMITS)
+    state = BatchState(limits)
     first = delta_of(1, rows=[(10, 5, (1, 2)), (12, 3, (3,))])
     enter(first, 0, 10, 5, [replace(1, 2)], 5)
     enter(first, 2, 12, 3, [replace(3)], 3)
@@ -262,7 +263,85 @@ def variant_states():
     growing = delta_of(5, rows=[(10, 9, (1, 2, 20)), (11, 8, (4, 5, 6)), (12, 0, ()), (13, 5, (7, 21))])
     growing.changes.add(req_index=0, blocks=[append(20)])
     growing.changes.add(req_index=3, blocks=[append(21)])
-    return [*cases, (state, growing)]
+    state_of_tries = trying_state()
+    settled = delta_of(5, rows=[(10, 11, (1, 2, 20)), (11, 8, (4, 5, 6)), (12, 0, ()), (13, 5, (7, 21))])
+    settled.changes.add(req_index=3, blocks=[append(21)])
+    return [*cases, (state, growing), (state_of_tries, settled)]
+
+
+def trying_state():
+    """The busy state after a fourth step, in which row 0 tried two tokens ahead."""
+    state = busy_state(replace_fields(LIMITS, num_speculative_tokens=2))
+    delta = delta_of(4, rows=[(10, 10, (1, 2, 20)), (11, 8, (4, 5, 6)), (12, 0, ()), (13, 4, (7,))])
+    delta.changes.add(req_index=0, num_scheduled_tokens=3, blocks=[append(20)])
+    work = state.apply(delta)
+    assert work.rows.tolist() == [0, 3]
+    assert work.num_computed_tokens.tolist() == [7, 3]
+    assert work.num_scheduled_tokens.tolist() == [3, 1]
+    assert (work.speculation.rows, work.speculation.settled) == ((0,), ())
+    return state
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2])
+def test_row_that_tried_ahead_is_taken_back_to_what_was_accepted(num_accepted):
+    state = trying_state()
+    after = delta_of(5, rows=[(10, 9 + num_accepted, (1, 2, 20)), (11, 8, (4, 5, 6)), (12, 0, ()), (13, 5, (7, 21))])
+    if num_accepted < 2:
+        after.changes.add(req_index=0, num_computed_tokens=8 + num_accepted)
+    after.changes.add(req_index=3, blocks=[append(21)])
+    work = state.apply(after)
+    assert work.num_computed_tokens.tolist() == [8 + num_accepted, 4]
+    assert work.num_scheduled_tokens.tolist() == [1, 1]
+    assert (work.speculation.rows, work.speculation.settled) == ((), (0,))
+    rows = [(10, 10 + num_accepted, (1, 2, 20)), (11, 8, (4, 5, 6)), (12, 0, ()), (13, 6, (7, 21))]
+    assert state.apply(delta_of(6, rows=rows)).speculation is None
+
+
+def test_row_may_try_ahead_while_it_is_taken_back():
+    state = trying_state()
+    after = delta_of(5, rows=[(10, 11, (1, 2, 20)), (11, 8, (4, 5, 6)), (12, 0, ()), (13, 5, (7, 21))])
+    after.changes.add(req_index=0, num_scheduled_tokens=3, num_computed_tokens=8)
+    after.changes.add(req_index=3, blocks=[append(21)])
+    work = state.apply(after)
+    assert work.num_computed_tokens.tolist() == [8, 4]
+    assert work.num_scheduled_tokens.tolist() == [3, 1]
+    assert (work.speculation.rows, work.speculation.settled) == ((0,), (0,))
+
+
+def test_pause_and_bookkeeping_leave_open_how_much_was_accepted():
+    state = trying_state()
+    rows = [(10, 10, (1, 2, 20)), (11, 8, (4, 5, 6)), (12, 0, ()), (13, 4, (7,))]
+    state.apply(delta_of(5, mode=APPLY_ONLY, rows=rows))
+    paused = delta_of(6, rows=[*rows[:3], (13, 5, (7, 21))])
+    paused.changes.add(req_index=0, num_scheduled_tokens=0)
+    paused.changes.add(req_index=3, blocks=[append(21)])
+    assert state.apply(paused).speculation.settled == ()
+    on = delta_of(7, rows=[(10, 9, (1, 2, 20)), (11, 8, (4, 5, 6)), (12, 0, ()), (13, 6, (7, 21))])
+    on.changes.add(req_index=0, num_computed_tokens=8)
+    assert state.apply(on).speculation.settled == (0,)
+
+
+@pytest.mark.parametrize("num_known", [8, 9, 10, 11, 12])
+def test_preempted_row_comes_back_with_any_number_of_tokens_that_may_have_been_accepted(num_known):
+    state = trying_state()
+    gone = delta_of(5, rows=[(10, 0, ()), (11, 8, (4, 5, 6)), (12, 0, ()), (13, 5, (7, 21))])
+    gone.preempted.append(0)
+    gone.changes.add(req_index=3, blocks=[append(21)])
+    state.apply(gone)
+    back = delta_of(6, rows=[(10, 4, (22, 23, 24)), (11, 8, (4, 5, 6)), (12, 0, ()), (13, 6, (7, 21))])
+    back.changes.add(
+        req_index=0,
+        num_prefill_tokens=num_known,
+        num_computed_tokens=0,
+        num_scheduled_tokens=4,
+        blocks=[replace(22, 23, 24)],
+    )
+    if num_known in (9, 10, 11):  # one was sampled anyway, and two were tried
+        state.apply(back)
+        assert state.rows()[0].num_prefill_tokens == num_known
+    else:
+        with pytest.raises(DeltaRefused, match=f"num_prefill_tokens={num_known}: must be the 9 to 11 tokens it knows"):
+            state.apply(back)
 
 
 def everything_in(state):
