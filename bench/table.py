@@ -37,6 +37,7 @@ from processes import Surroundings
 from results import DIRECTORY, ResultFile
 from rows import SCENES, Beside, Program, Row, Scene, Sweep, chosen
 from servers import Places, Stage
+from service_chassis.errors import ConfigurationError
 
 HERE = Path(__file__).resolve().parent
 ROW_TIMEOUT_S = 900.0
@@ -215,7 +216,7 @@ def main() -> int:
     try:
         where = places(arguments.vllm, arguments.llama, needs=needs_of(arguments.scenes))
         lines = asyncio.run(bench(arguments, where))
-    except RuntimeError as error:
+    except (RuntimeError, ConfigurationError) as error:
         print(f"bench/table.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
