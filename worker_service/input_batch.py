@@ -36,6 +36,19 @@ class StepInput:
     query_start_loc: Int32Array  # [num_reqs + 1]
     seq_lens: Int32Array  # [num_reqs], the tokens of this step included
     block_tables: Int32Array  # [num_reqs, max_num_blocks of these rows]
+    # Where ``input_ids`` holds nothing yet, and the rows whose last sampled token belongs there: it is on the device.
+    pending_places: Int64Array | None = None  # [num_pending]; None: all ids are there
+    pending_rows: Int64Array | None = None  # [num_pending]
+
+
+@dataclass(slots=True)
+class PendingTokens:
+    """One token of each of some rows, sampled in one step, whose ids the host does not know yet."""
+
+    rows: Int32Array  # [num_rows]
+    positions: Int32Array  # [num_rows], of the tokens in their rows
+    factors: npt.NDArray[np.uint64]  # [num_rows], of the digests: another one now is another request
+    digest: int  # over the tokens that count after the step, without these until they are known
 
 
 class InputBatch:
@@ -56,6 +69,8 @@ class InputBatch:
         self._factor = np.zeros(max_num_seqs, np.uint64)  # c of the digests
         self._row_digest = np.zeros(max_num_seqs, np.uint64)  # sum over the row's known tokens
         self._digest = 0  # sum over live rows
+        self._pending: list[PendingTokens] = []  # in step order
+        self._pending_position = np.full(max_num_seqs, -1, np.int32)  # of the row's last token, where it is not known
         self._input_ids = np.zeros(max_num_batched_tokens, np.int32)
         self._positions = np.zeros(max_num_batched_tokens, np.int64)
         self._slot_mapping = np.zeros(max_num_batched_tokens, np.int64)
@@ -100,6 +115,8 @@ class InputBatch:
         self.live.discard(row)
         self._digest -= int(self._row_digest[row])
         self._row_digest[row] = 0
+        self._factor[row] = 0
+        self._pending_position[row] = -1
         self.num_tokens[row] = 0
         self._clear_table(row, 0)
         self.sampling.remove(row)
@@ -145,7 +162,12 @@ class InputBatch:
         slots *= self.block_size
         slots += positions % self.block_size
         widest = int(self.num_blocks[work.rows].max(initial=0))
-        return StepInput(input_ids, positions, slots, starts, seq_lens, self.block_tables[work.rows, :widest])
+        tables = self.block_tables[work.rows, :widest]
+        if not self._pending:
+            return StepInput(input_ids, positions, slots, starts, seq_lens, tables)
+        (waiting,) = np.nonzero(self._pending_position[work.rows] == seq_lens - 1)
+        pending_places, pending_rows = starts[1:][waiting].astype(np.int64) - 1, work.rows[waiting].astype(np.int64)
+        return StepInput(input_ids, positions, slots, starts, seq_lens, tables, pending_places, pending_rows)
 
     def append(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Add one sampled token to each row."""
@@ -155,6 +177,41 @@ class InputBatch:
         terms = self._token_terms(self._factor[rows], positions, token_ids)
         self._row_digest[rows] += terms
         self._digest += int(terms.sum(dtype=np.uint64))
+
+    def expect(self, rows: Int32Array) -> PendingTokens:
+        """Count one sampled token of each row whose id comes later. Rows may leave before it does.
+
+        At most one later step is applied before ``settle``: of rows that are there then, what became of them in it is
+        what became of them after this step.
+        """
+        positions = self.num_tokens[rows]
+        pending = PendingTokens(rows, positions, self._factor[rows], self._digest)
+        self.num_tokens[rows] += 1
+        self._pending_position[rows] = positions
+        self._pending.append(pending)
+        return pending
+
+    def settle(self, pending: PendingTokens, token_ids: Int32Array) -> int:
+        """Fill in the tokens of the oldest step that has some to come; return the token digest after that step.
+
+        Rows that have left meanwhile are left alone; they count in the digest, since they were there.
+        """
+        assert self._pending[0] is pending
+        del self._pending[0]
+        rows, positions = pending.rows, pending.positions
+        terms = self._token_terms(pending.factors, positions, token_ids)
+        there = self._factor[rows] == pending.factors
+        digest = (pending.digest + int(terms.sum(dtype=np.uint64))) & _MASK64
+        rows, positions, terms = rows[there], positions[there], terms[there]
+        self.token_ids[rows, positions] = token_ids[there]
+        self._row_digest[rows] += terms
+        added = int(terms.sum(dtype=np.uint64))
+        self._digest += added
+        for later in self._pending:
+            later.digest += added
+        done = self._pending_position[rows] == positions  # else a later token of the row is to come
+        self._pending_position[rows[done]] = -1
+        return digest
 
     @staticmethod
     def _token_terms(
@@ -171,6 +228,7 @@ class InputBatch:
 
     def reset(self) -> None:
         """Forget all rows."""
+        self._pending.clear()
         for row in list(self.live):
             self._remove(row)
         assert self.token_digest == 0
