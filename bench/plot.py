@@ -79,17 +79,24 @@ def latency(lines: Lines) -> Figure | None:
 
 def steps(lines: Lines) -> Figure | None:
     """Return the cost of a steady step against rows (at the shortest context) and against context (of most rows)."""
-    cases = [case for one in _first(lines, "steps", "measured") for case in one.get("beside_vllm", ())]
-    points = [case for case in cases if not case["waiting"]]
+    both = [case for one in _first(lines, "steps:", "measured") for case in one.get("beside_vllm", ())]
+    alone = [case for one in _first(lines, "steps-long:", "measured") for case in one.get("cases", ())]
+    points = [case for case in both if not case["waiting"]]
     if not points:
         return None
     figure, (by_rows, by_context) = pyplot.subplots(1, 2, figsize=(9.0, 3.8))
     shortest, most = min(case["context"] for case in points), max(case["rows"] for case in points)
     for name, key in (("ours", "ours_us"), ("vllm", "peer_us")):
-        rows = sorted((case["rows"], case[key]) for case in points if case["context"] == shortest)
-        contexts = sorted((case["context"], case[key]) for case in points if case["rows"] == most)
+        rows = [(case["rows"], case[key]) for case in points if case["context"] == shortest]
+        contexts = [(case["context"], case[key]) for case in points if case["rows"] == most]
+        if name == "ours":
+            contexts += [
+                (case["context"], case["host_us"]["mean"])
+                for case in alone
+                if case["rows"] == most and not case["waiting"] and case["context"] not in dict(contexts)
+            ]
         for axes, costs in ((by_rows, rows), (by_context, contexts)):
-            at, cost = zip(*costs, strict=True)
+            at, cost = zip(*sorted(costs), strict=True)
             axes.plot(at, cost, marker="o", label=NAMES[name].split()[0], color=COLOURS[name])
     _named(by_rows, f"decoding rows, context {shortest}", "host µs a step", "")
     _named(by_context, f"context in tokens, {most} rows", "", "")

@@ -218,6 +218,18 @@ ALONE = Scene(
             quick_words=("start.py", "--runs", "1", "--first-time-runs", "0"),
         ),
         Program(
+            bench="steps",
+            what="host cost of a steady step and bytes of its delta, beside vLLM's scheduler and message queue",
+            words=("steps.py", "--rows", "16,64,256", "--peer", "{vllm}", "--readers", "0"),
+            quick_words=("steps.py", "--rows", "16", "--peer", "{vllm}", "--readers", "0", "--pairs", "1"),
+        ),
+        Program(
+            bench="steps-long",
+            what="the same of ours alone, contexts up to 32 000 tokens, and with 10 and 1 000 requests waiting",
+            words=("steps.py", "--rows", "256", "--contexts", "128,32000", "--readers", "0"),
+            quick_words=("steps.py", "--rows", "16", "--contexts", "128,4096", "--readers", "0", "--steps", "100"),
+        ),
+        Program(
             bench="idle",
             what="how long a device that takes 5 or 10 ms a step waits for the server, with 256 streams",
             words=("idle.py",),

@@ -223,11 +223,19 @@ def test_pictures_are_drawn_from_result_lines_and_are_the_same_again(tmp_path: P
     from plot import draw
 
     quantiles = {"quantiles_ms": {"ttft": [1.0, 2.0], "itl": [3.0, 4.0]}}
+    beside = [
+        {"rows": rows, "context": context, "waiting": 0, "ours_us": 20.0, "peer_us": 90.0}
+        for rows in (1, 16)
+        for context in (128, 4096)
+    ]
+    alone = [{"rows": 16, "context": 32000, "waiting": 0, "host_us": {"mean": 21.0}}]
     lines = {
+        "steps: host cost": {"measured": [{"beside_vllm": beside}]},
+        "steps-long: host cost": {"measured": [{"cases": alone}]},
         "concurrency": {"points": {"ours": [[1, 10.0], [2, 18.0]], "vllm": [[1, 9.0], [2, 12.0]]}},
         "open-loop TTFT p50": {"runs": [[{"server": "ours", **quantiles}, {"server": "vllm", **quantiles}]]},
     }
     written = draw(lines, tmp_path / "a")
-    assert [path.name for path in written] == ["concurrency.svg", "latency.svg"]
-    assert all("vLLM bf16" in path.read_text() for path in written)
+    assert [path.name for path in written] == ["concurrency.svg", "steps.svg", "latency.svg"]
+    assert all("vLLM" in path.read_text() and "Maniple" in path.read_text() for path in written)
     assert [path.read_bytes() for path in draw(lines, tmp_path / "b")] == [path.read_bytes() for path in written]
