@@ -26,7 +26,7 @@ from maniple_kernels.backend import fits_cpu_kernels, note_reference
 
 # Queries of one tile: each block is widened once for so many.
 _TILE_QUERIES = 8
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ def paged_attention(
         plan.block_tables,
         plan.tiles,
         (num_kv_heads, query.shape[1] // num_kv_heads, head_dim, block_size, query.stride(0)),
-        np.float32(scale * _LOG2_E),
+        np.float32(scale * LOG2_E),
         window,
         flat(out),
     )

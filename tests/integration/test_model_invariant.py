@@ -18,6 +18,7 @@ TINY: dict[str, dict[str, Any]] = {
     "llama": tiny_config("LlamaForCausalLM", hidden_size=96, intermediate_size=208, tie_word_embeddings=True),
     "mistral": tiny_config("MistralForCausalLM", sliding_window=20),
     "qwen3": tiny_config("Qwen3ForCausalLM", num_key_value_heads=1, head_dim=64),
+    "mistral in panels": tiny_config("MistralForCausalLM", sliding_window=20, hidden_size=96, intermediate_size=160),
 }
 
 

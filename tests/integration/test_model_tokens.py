@@ -34,6 +34,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": tiny_config("Qwen3ForCausalLM", num_key_value_heads=1, head_dim=64),
     "odd": tiny_config("LlamaForCausalLM", hidden_size=42, intermediate_size=50, head_dim=14),  # references only
 }
+# Sizes that one kernel a layer takes, where the CPU has what it needs.
+MODELS |= {
+    f"{name} in panels": MODELS[name] | {"hidden_size": 96, "intermediate_size": 160}
+    for name in ("llama", "mistral", "qwen2", "qwen3")
+}
 
 
 def greedy_together(driver: RunnerDriver, prompts: list[list[int]], count: int, budget: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from maniple_kernels.linear import fits_panels, multiply_panels, pack_panels
 from worker_service.models.checkpoint import Slot
 from worker_service.tensor_group import TensorGroup
 
@@ -24,6 +25,8 @@ INVARIANT_ROWS = 64
 # Rows that the packed layout is chosen for. All linears of the demo model, packed against plain, in ms on two Zen 5
 # cores: bfloat16 8.0 / 11.7 at 1 row, 15.9 / 20.3 at 32, 163 / 168 at 512; float32 10 / 33, 30 / 73, 334 / 782.
 _PACKED_FOR_ROWS = 32
+# Rows from which matrix units (AMX) are worth a copy of the weights in oneDNN's layout beside the panels.
+_MANY_ROWS = 64
 _MOST_REFINED = 64  # scores of one row that are computed again
 
 
@@ -71,26 +74,47 @@ class Linear:
         self.weight = placement.empty(out_features, in_features)
         self.bias = placement.empty(out_features) if bias else None
         self._placement = placement
-        self._packed: Tensor | None = None
+        self._panels: Tensor | None = None  # see maniple_kernels.linear
+        self._packed: Tensor | None = None  # by oneDNN, where there are no panels, or for many rows
         self._added_bias = True  # by this rank
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights, in whichever form they are kept."""
-        tensors = [self.weight if self._packed is None else self._packed, self.bias]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in (self.weight, self._panels, self._packed, self.bias)
+            if tensor is not None
+        )
+
+    @property
+    def panels(self) -> tuple[Tensor, Tensor | None] | None:
+        """Panels and bias as ``maniple_kernels.decoder_layer`` takes them; None if the weights lie in another form."""
+        return None if self._panels is None else (self._panels, self.bias)
 
     def pack(self, *, keep_weight: bool = False) -> None:
-        """Reorder the weight for oneDNN where that helps; the plain one is let go unless somebody else needs it."""
+        """Reorder the weight where that helps; the plain one is let go unless somebody else needs it."""
         placement = self._placement
-        if placement.device.type != "cpu" or not _can_pack(placement.dtype):
-            return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)
-        if not keep_weight:
+        if fits_panels(self.weight):
+            self._panels = pack_panels(self.weight)
+        wanted = self._panels is None or has_matrix_units(placement.dtype)
+        if wanted and placement.device.type == "cpu" and _can_pack(placement.dtype):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)
+        if not keep_weight and (self._panels is not None or self._packed is not None):
             self.weight = placement.empty(0, 0)
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x, x.dtype)
+
+    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Multiply; the result is of ``dtype`` where the form of the weights allows to choose."""
+        if self._panels is not None and self.is_for_panels(len(x)):
+            return multiply_panels(x, self._panels, self.bias if self._added_bias else None, dtype)
         return self._in_tiles(x) if self._placement.batch_invariant else self._multiply(x)
+
+    def is_for_panels(self, num_rows: int) -> bool:
+        """Say whether so many rows are multiplied with the panels, if there are any."""
+        return self._packed is None or self._placement.batch_invariant or num_rows < _MANY_ROWS
 
     def _multiply(self, x: Tensor) -> Tensor:
         bias = self.bias if self._added_bias else None
@@ -104,6 +128,11 @@ class Linear:
         padded = functional.pad(x, (0, 0, 0, missing)) if missing else x
         tiles = [self._multiply(tile) for tile in torch.split(padded, INVARIANT_ROWS)]
         return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[: len(x)].contiguous()
+
+
+def has_matrix_units(dtype: torch.dtype) -> bool:
+    """Say whether this CPU multiplies matrices of this type so fast (AMX) that panels are only for few rows."""
+    return dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -202,9 +231,8 @@ class VocabLinear(Linear):
 
     @property
     def num_bytes(self) -> int:
-        plain = 0 if self._tied else self.weight.numel() * self.weight.element_size()
-        packed = 0 if self._packed is None else self._packed.numel() * self._packed.element_size()
-        return plain + packed
+        shared = self.weight.numel() * self.weight.element_size() if self._tied else 0
+        return super().num_bytes - shared
 
     def scores(self, x: Tensor) -> Tensor | None:
         """Return [num_rows, vocab_size] float32 scores on rank 0, which samples; None on the others."""
@@ -221,12 +249,13 @@ class VocabLinear(Linear):
         return torch.cat([part[:, : len(own)] for part, own in zip(gathered, ids, strict=True)], dim=1)
 
     def _own_scores(self, x: Tensor) -> Tensor:
-        """Return [num_rows, ids of this rank] float32 scores; if ``x`` is less precise the highest are made exact.
+        """Return [num_rows, ids of this rank] float32 scores; where they are rounded first the highest are made exact.
 
-        A product rounded to bfloat16 has steps of 0.125 at a score of 25, so that 7 % of all positions end in a tie at
-        the top, which the lowest id would win. What lies within a step of the highest is computed again in float32.
+        Panels give float32. Else a product rounded to bfloat16 has steps of 0.125 at a score of 25, so that 7 % of all
+        positions end in a tie at the top, which the lowest id would win. What lies within a step of the highest is
+        computed again in float32.
         """
-        scores = self(x)
+        scores = self._product(x, torch.float32)
         if scores.dtype is torch.float32:
             return scores
         step = torch.finfo(scores.dtype).eps

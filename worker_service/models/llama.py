@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from maniple_kernels.decoder_layer import DecoderLayers, LayerShape, LayerWeights
 from maniple_kernels.kv_store import store_kv
-from maniple_kernels.paged_attention import attention_scale
+from maniple_kernels.paged_attention import AttentionPlan, attention_scale
 from maniple_kernels.rms_norm import rms_norm
 from maniple_kernels.rotary import norm_and_rotate_
 from maniple_kernels.silu_mul import silu_mul
@@ -41,7 +42,7 @@ class Attention:
         self.k_norm = placement.empty(config.head_dim) if config.qk_norm else None
         self._eps = config.rms_norm_eps
         self._scale = attention_scale(config.head_dim)
-        self._window = window
+        self.window = window
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         result = self.qkv.slots(f"{prefix}self_attn.") | self.output.slots(f"{prefix}self_attn.o_proj")
@@ -66,7 +67,7 @@ class Attention:
             eps=self._eps,
         )
         store_kv(key, value, slots, *kv)
-        attended = attention.attend(query, kv, self._scale, self._window)
+        attended = attention.attend(query, kv, self._scale, self.window)
         return self.output(attended.view(len(x), -1))
 
 
@@ -91,6 +92,25 @@ class DecoderLayer:
             | {f"{prefix}{name}.weight": Slot(weight) for name, weight in norms.items()}
         )
 
+    def in_panels(self) -> LayerWeights | None:
+        """Return the layer as one kernel takes it, if it does."""
+        attention = self.attention
+        norms = attention.q_norm, attention.k_norm
+        found = [linear.panels for linear in (attention.qkv, attention.output, self.gate_up, self.down)]
+        qkv, output, gate_up, down = found
+        if qkv is None or output is None or gate_up is None or down is None:
+            return None
+        return LayerWeights(
+            qkv=qkv,
+            output=output,
+            gate_up=gate_up,
+            down=down,
+            attention_norm=self.attention_norm,
+            mlp_norm=self.mlp_norm,
+            head_norms=None if norms[0] is None or norms[1] is None else (norms[0], norms[1]),
+            window=attention.window,
+        )
+
 
 class LlamaModel:
     """Embedding, decoder layers, final norm and the projection to logits, on one rank."""
@@ -105,6 +125,8 @@ class LlamaModel:
         tied = self.embedding.weight if config.tie_word_embeddings else None
         self.head = VocabLinear(placement, config.hidden_size, config.vocab_size, tied_to=tied)
         self._cos_sin = cosines_and_sines(config.rope, max_model_len).to(placement.device)
+        self._placement = placement
+        self._fused: DecoderLayers | None = None  # since ``pack``, where the weights suit it
 
     def slots(self) -> dict[str, Slot]:
         """Return where each tensor of a checkpoint goes."""
@@ -123,6 +145,25 @@ class LlamaModel:
             for linear in (layer.attention.qkv, layer.attention.output, layer.gate_up, layer.down):
                 linear.pack()
         self.head.pack()
+        self._fused = self._fuse()
+
+    def _fuse(self) -> DecoderLayers | None:
+        """Return the layers as one kernel each, if all weights are there and lie in panels."""
+        config = self.config
+        shape = LayerShape(
+            size=config.hidden_size,
+            inner_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=self._eps,
+            scale=attention_scale(config.head_dim),
+        )
+        if self._placement.world_size > 1 or not shape.fits:
+            return None
+        found = [layer.in_panels() for layer in self.layers]
+        layers = [layer for layer in found if layer is not None]
+        return DecoderLayers(layers, shape, self._cos_sin) if len(layers) == len(found) else None
 
     @property
     def weight_bytes(self) -> int:
@@ -150,6 +191,9 @@ class LlamaModel:
             [num_tokens, hidden_size] float32, the residual stream; ``logits`` does the rest for tokens that need it.
         """
         residual = self.embedding(input_ids).float()
+        if isinstance(attention, AttentionPlan) and (fused := self._fused_for(len(residual), kv)) is not None:
+            fused.run(residual, positions, slots, kv, attention)
+            return residual
         x = rms_norm(residual, self.layers[0].attention_norm, self._eps)
         for index, layer in enumerate(self.layers):
             x = layer.attention(x, positions, slots, self._cos_sin, kv[index], attention)
@@ -158,6 +202,12 @@ class LlamaModel:
             if index + 1 < len(self.layers):
                 x = rms_norm(x, self.layers[index + 1].attention_norm, self._eps, residual)
         return residual.add_(x)
+
+    def _fused_for(self, num_tokens: int, kv: Sequence[KvLayer]) -> DecoderLayers | None:
+        fused = self._fused
+        if fused is None or not self.layers[0].down.is_for_panels(num_tokens):
+            return None
+        return fused if fused.fits(kv) else None
 
     @property
     def num_kv_heads(self) -> int:

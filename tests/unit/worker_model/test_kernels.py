@@ -9,15 +9,11 @@ from torch import Tensor
 
 from maniple_kernels.backend import fits_cpu_kernels, has_cpu_kernels
 from maniple_kernels.kv_store import store_kv
-from maniple_kernels.paged_attention import (
-    AttentionPlan,
-    paged_attention,
-    paged_attention_reference,
-    plan_attention,
-)
+from maniple_kernels.paged_attention import paged_attention, paged_attention_reference, plan_attention
 from maniple_kernels.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
 from maniple_kernels.rotary import rotate_, rotate_reference
 from maniple_kernels.silu_mul import silu_mul, silu_mul_reference
+from support.attention_plans import REQUESTS, make_plan
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -34,25 +30,6 @@ def _setting() -> None:
 def near(actual: Tensor, expected: Tensor) -> None:
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def make_plan(requests: list[tuple[int, int]], block_size: int, num_threads: int) -> tuple[AttentionPlan, int]:
-    """Lay (tokens before, tokens of this step) out over scattered blocks; return the plan and the blocks in use."""
-    seq_lens = np.array([before + count for before, count in requests], np.int32)
-    needed = -(-seq_lens // block_size)
-    ids = np.random.default_rng(1).permutation(np.arange(1, needed.sum() + 1)).astype(np.int32)
-    tables = np.zeros((len(requests), needed.max()), np.int32)
-    for index, (start, count) in enumerate(zip(needed.cumsum() - needed, needed, strict=True)):
-        tables[index, :count] = ids[start : start + count]
-    starts = np.cumsum([0, *(count for _, count in requests)]).astype(np.int32)
-    return plan_attention(tables, starts, seq_lens, num_threads), int(needed.sum()) + 1
-
-
-REQUESTS = {
-    "decode": [(0, 1), (1, 1), (15, 1), (16, 1), (130, 1)],
-    "prefill": [(0, 37), (0, 1), (0, 16)],
-    "mixed": [(33, 1), (5, 29), (0, 17), (63, 9)],
-}
 
 
 @DTYPES

@@ -1,0 +1,174 @@
+"""A whole decoder layer on the CPU in one call: what lies between its products costs no way through Python.
+
+See ``maniple_kernels.decoder_layer`` for the maths. Between the products everything stays float32; inputs of products
+are rounded to the weights' type, keys and values to the cache's.
+"""
+
+# mypy: ignore-errors
+# (numba compiles these bodies with types of its own)
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from maniple_kernels.cpu.linear import ROWS
+from maniple_kernels.cpu.paged_attention import _attend
+from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
+from maniple_kernels.cpu.rms_norm import _normalize
+from maniple_kernels.cpu.silu_mul import gate
+from maniple_kernels.cpu.simd import LANES, add, load, mul, store, sub
+
+_FEW_TOKENS = 4  # whose norms and angles are not worth a round of threads
+
+
+@njit(error_model="numpy", cache=True)
+def _rotate(x, start, half, cos_sin, angle):
+    for i in range(0, half, LANES):
+        cos = load(cos_sin, angle + i)
+        sin = load(cos_sin, angle + half + i)
+        first = load(x, start + i)
+        second = load(x, start + half + i)
+        store(x, start + i, sub(mul(first, cos), mul(second, sin)))
+        store(x, start + half + i, add(mul(second, cos), mul(first, sin)))
+
+
+@njit(error_model="numpy", cache=True)
+def _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded):
+    """Norm and rotate a token's queries and keys, and put keys and values into their slot."""
+    num_kv_heads, group, dim, block_size, width = shape
+    q_norm, k_norm = norms
+    num_query_heads = num_kv_heads * group
+    start = token * width
+    for head in range(num_query_heads + num_kv_heads):
+        at = start + head * dim
+        if len(q_norm):
+            if head < num_query_heads:
+                _normalize(qkv, at, dim, q_norm, eps, qkv, at)
+            else:
+                _normalize(qkv, at, dim, k_norm, eps, qkv, at)
+        _rotate(qkv, at, dim // 2, cos_sin, position * dim)
+    block, offset = slot // block_size, slot % block_size
+    for head in range(num_kv_heads):
+        key = start + (num_query_heads + head) * dim
+        value = key + num_kv_heads * dim
+        base = (block * num_kv_heads + head) * dim * block_size
+        for i in range(0, dim, LANES):
+            store(values, base + offset * dim + i, load(qkv, value + i))
+            store(rounded, 0, load(qkv, key + i))
+            for lane in range(LANES):
+                keys[base + (i + lane) * block_size + offset] = rounded[lane]
+
+
+@njit(error_model="numpy", cache=True)
+def _add_panel(x, num_rows, num_inputs, panels, bias, panel, residual, width):
+    """Add a panel of products to the residual stream."""
+    sums = np.empty(ROWS * PANEL, np.float32)
+    for first in range(0, num_rows, ROWS):
+        count = min(ROWS, num_rows - first)
+        multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL)
+        for row in range(count):
+            for i in range(0, PANEL, LANES):
+                value = load(sums, row * PANEL + i)
+                if len(bias):
+                    value = add(value, load(bias, panel * PANEL + i))
+                at = (first + row) * width + panel * PANEL + i
+                store(residual, at, add(load(residual, at), value))
+
+
+@njit(error_model="numpy", cache=True)
+def _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, inner):
+    """Write silu(gate) * up for a panel of gates and the panel of ups that belongs to it."""
+    gates, ups = np.empty(ROWS * PANEL, np.float32), np.empty(ROWS * PANEL, np.float32)
+    width = num_panels * PANEL
+    for first in range(0, num_rows, ROWS):
+        count = min(ROWS, num_rows - first)
+        multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, gates, 0, PANEL)
+        multiply_panel(x, first * num_inputs, count, num_inputs, panels, num_panels + panel, ups, 0, PANEL)
+        for row in range(count):
+            for i in range(0, PANEL, LANES):
+                left, right = load(gates, row * PANEL + i), load(ups, row * PANEL + i)
+                if len(bias):
+                    left = add(left, load(bias, panel * PANEL + i))
+                    right = add(right, load(bias, width + panel * PANEL + i))
+                store(inner, (first + row) * width + panel * PANEL + i, gate(left, right))
+
+
+@njit(error_model="numpy", nogil=True, parallel=True, cache=True)
+def run_layer(
+    residual, num_tokens, size, products, norms, buffers, cos_sin, tokens, cache, tables, tiles, shape, numbers
+):
+    """Run a layer, in place on the residual stream.
+
+    Args:
+        residual: flat [num_tokens, size] float32.
+        num_tokens: of the step.
+        size: of the residual stream.
+        products: (qkv, its bias, output, its bias, gate and up, their bias, down, its bias): panels and flat biases,
+            which may be empty.
+        norms: (before attention, before the MLP, of queries, of keys); the last two may be empty.
+        buffers: (normed, qkv float32, attended, inner): flat, room for the step.
+        cos_sin: flat [max_model_len, head_dim].
+        tokens: (positions, slots), each [num_tokens] int64.
+        cache: (keys, values), flat.
+        tables: [num_reqs, max_num_blocks] int32.
+        tiles: as in ``paged_attention``.
+        shape: (num_kv_heads, query heads per KV head, head_dim, block_size, width of qkv).
+        numbers: (eps, softmax scale times log2(e), window).
+    """
+    qkv_panels, qkv_bias, output_panels, output_bias, gate_panels, gate_bias, down_panels, down_bias = products
+    attention_norm, mlp_norm, q_norm, k_norm = norms
+    normed, qkv, attended, inner = buffers
+    positions, slots = tokens
+    keys, values = cache
+    eps, scale, window = numbers
+    num_kv_heads, group, dim, _, width = shape
+    attended_size = num_kv_heads * group * dim
+    num_inner = len(down_panels) // size
+
+    if num_tokens <= _FEW_TOKENS:
+        for token in range(num_tokens):
+            _normalize(residual, token * size, size, attention_norm, eps, normed, token * size)
+    else:
+        for token in prange(num_tokens):
+            _normalize(residual, token * size, size, attention_norm, eps, normed, token * size)
+
+    for panel in prange(width // PANEL):
+        multiply_panel(normed, 0, num_tokens, size, qkv_panels, panel, qkv, panel * PANEL, width)
+        if len(qkv_bias):
+            for token in range(num_tokens):
+                for i in range(panel * PANEL, (panel + 1) * PANEL, LANES):
+                    store(qkv, token * width + i, add(load(qkv, token * width + i), load(qkv_bias, i)))
+
+    if num_tokens <= _FEW_TOKENS:
+        rounded = np.empty(LANES, keys.dtype)
+        for token in range(num_tokens):
+            _place_heads(
+                qkv, token, shape, (q_norm, k_norm), eps, cos_sin, positions[token], slots[token], keys, values, rounded
+            )
+    else:
+        for token in prange(num_tokens):
+            rounded = np.empty(LANES, keys.dtype)
+            _place_heads(
+                qkv, token, shape, (q_norm, k_norm), eps, cos_sin, positions[token], slots[token], keys, values, rounded
+            )
+
+    for item in prange(len(tiles) * num_kv_heads):
+        request, first, count, position = tiles[item // num_kv_heads]
+        head = item % num_kv_heads
+        _attend(qkv, keys, values, tables[request], first, count, position, head, shape, scale, window, attended)
+
+    for panel in prange(size // PANEL):
+        _add_panel(attended, num_tokens, attended_size, output_panels, output_bias, panel, residual, size)
+
+    if num_tokens <= _FEW_TOKENS:
+        for token in range(num_tokens):
+            _normalize(residual, token * size, size, mlp_norm, eps, normed, token * size)
+    else:
+        for token in prange(num_tokens):
+            _normalize(residual, token * size, size, mlp_norm, eps, normed, token * size)
+
+    for panel in prange(num_inner // PANEL):
+        _gate_panel(normed, num_tokens, size, gate_panels, gate_bias, panel, num_inner // PANEL, inner)
+
+    for panel in prange(size // PANEL):
+        _add_panel(inner, num_tokens, num_inner, down_panels, down_bias, panel, residual, size)

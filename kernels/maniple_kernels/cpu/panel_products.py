@@ -1,0 +1,157 @@
+"""Products of some rows with one panel of weights: the inner loop of every linear layer on the CPU.
+
+A panel holds the weights of 32 outputs as the loop reads them: [inputs][32] in float32, and in bfloat16
+[inputs / 2][32][2], so that one instruction multiplies two inputs and adds both products. Each row's sums live in two
+registers from the first input to the last; up to eight rows share what was loaded of the panel.
+
+Whatever the rows beside it, a row's sum is added up input by input, in order: it has the same bits in any batch.
+"""
+
+# mypy: ignore-errors
+# (numba compiles these bodies with types of its own)
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from maniple_kernels.cpu.simd import LANES, _element, _spread
+
+PANEL = 32  # outputs
+_VECTORS = PANEL // LANES
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_VF32, _VI32 = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+
+
+class _BFloat(ir.types.Type):
+    """LLVM's type, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def has_products(*, bfloat16: bool) -> bool:
+    """Say whether this CPU has the instructions and the registers that the loop is laid out for."""
+    features = llvmlite.binding.get_host_cpu_features()
+    return bool(features.get("avx512f") and (features.get("avx512bf16") or not bfloat16))
+
+
+def _multiply_add(builder: Any, total: Any, x: Any, weights: Any) -> Any:
+    if weights.type == _PAIRS:
+        name, signature = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(_VF32, [_VF32, _PAIRS, _PAIRS])
+        arguments = [total, builder.bitcast(x, _PAIRS), weights]
+    else:
+        name, signature = "llvm.fma.v16f32", ir.FunctionType(_VF32, [_VF32] * 3)
+        arguments = [x, weights, total]
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+def _products_of(num_rows: int) -> Any:
+    """Return an operation that multiplies so many rows with a panel; its sums stay in registers all along."""
+
+    @intrinsic
+    def multiply(
+        typing_context: Any, x: Any, x_start: Any, num_inputs: Any, panels: Any, start: Any, out: Any, at: Any, gap: Any
+    ) -> Any:
+        """Write ``out[at + row * gap + i]`` for all 32 outputs; row r of x begins at ``x_start + r * num_inputs``."""
+        is_wide = panels.dtype == types.float32
+        step = 1 if is_wide else 2  # inputs
+        weights_type, scalar = (_VF32, _F32) if is_wide else (_PAIRS, _I32)
+        alignment = 4 if is_wide else 2
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            x_, x_start_, size, panels_, start_, out_, at_, gap_ = arguments
+            kinds = signature.args
+            first_x = _element(context, builder, kinds[0], x_, x_start_)
+            panel = _element(context, builder, kinds[3], panels_, start_)
+            first_out = _element(context, builder, kinds[5], out_, at_)
+            rows = [builder.gep(first_x, [builder.mul(size, _I64(row))]) for row in range(num_rows)]
+
+            before, loop = builder.block, builder.append_basic_block("inputs")
+            after = builder.append_basic_block("stored")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            place = builder.phi(_I64)
+            totals = [[builder.phi(_VF32) for _ in range(_VECTORS)] for _ in range(num_rows)]
+
+            def load(pointer: Any, kind: Any) -> Any:
+                value = builder.load(builder.bitcast(pointer, kind.as_pointer()))
+                value.align = alignment
+                return value
+
+            offset = builder.mul(place, _I64(PANEL))
+            weights = [
+                load(builder.gep(panel, [builder.add(offset, _I64(vector * LANES * step))]), weights_type)
+                for vector in range(_VECTORS)
+            ]
+            sums = []
+            for row in range(num_rows):
+                value = _spread(builder, load(builder.gep(rows[row], [place]), scalar), ir.VectorType(scalar, LANES))
+                sums.append([_multiply_add(builder, totals[row][v], value, weights[v]) for v in range(_VECTORS)])
+            following = builder.add(place, _I64(step))
+            place.add_incoming(_I64(0), before)
+            place.add_incoming(following, loop)
+            for row in range(num_rows):
+                for vector in range(_VECTORS):
+                    totals[row][vector].add_incoming(ir.Constant(_VF32, [0.0] * LANES), before)
+                    totals[row][vector].add_incoming(sums[row][vector], loop)
+            builder.cbranch(builder.icmp_signed("<", following, size), loop, after)
+
+            builder.position_at_end(after)
+            for row in range(num_rows):
+                for vector in range(_VECTORS):
+                    target = builder.add(builder.mul(gap_, _I64(row)), _I64(vector * LANES))
+                    pointer = builder.bitcast(builder.gep(first_out, [target]), _VF32.as_pointer())
+                    builder.store(sums[row][vector], pointer).align = 4
+            return context.get_dummy_value()
+
+        intp = types.intp
+        return types.void(x, intp, intp, panels, intp, out, intp, intp), generate
+
+    return multiply
+
+
+_eight, _four, _two, _one = (_products_of(num_rows) for num_rows in (8, 4, 2, 1))
+
+
+@njit(error_model="numpy", cache=True)
+def multiply_panel(x, x_start, num_rows, num_inputs, panels, panel, out, at, gap):
+    """Write ``out[at + row * gap + i]``, float32, for the 32 outputs i of a panel and each row of x.
+
+    Args:
+        x: flat; row r begins at ``x_start + r * num_inputs``. Of the type of ``panels``.
+        x_start: where the first row begins.
+        num_rows: of x.
+        num_inputs: even where bfloat16.
+        panels: flat [num_panels, num_inputs * 32]; float32, or uint16 for bfloat16 bits.
+        panel: which one.
+        out: float32, flat.
+        at: place of the first row's first output.
+        gap: between rows of ``out``.
+    """
+    start = panel * num_inputs * PANEL
+    row = 0
+    while num_rows - row >= 8:
+        _eight(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap)
+        row += 8
+    if num_rows - row >= 4:
+        _four(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap)
+        row += 4
+    if num_rows - row >= 2:
+        _two(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap)
+        row += 2
+    if row < num_rows:
+        _one(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap)

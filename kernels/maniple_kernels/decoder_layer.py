@@ -1,0 +1,160 @@
+"""The decoder layers of the Llama family on the CPU, one call each, in place on the residual stream r:
+
+    h = norm(r);  q, k, v = qkv(h);  q, k = rotate(norm(q)), rotate(norm(k));  cache k and v
+    r = r + output(attention(q, cache));  h = norm(r);  r = r + down(silu(gate(h)) * up(h))
+
+One row of the demo model spends 5 of 13 ms on the way through Python if each operation is a call of its own. The
+operations, and their references, are those of ``rms_norm``, ``linear``, ``rotary``, ``kv_store``, ``paged_attention``
+and ``silu_mul``; norms of queries and keys are left out where there are no weights for them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maniple_kernels.backend import fits_cpu_kernels
+from maniple_kernels.linear import PANEL
+from maniple_kernels.paged_attention import LOG2_E, AttentionPlan
+
+Arrays = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One layer. Linears are panels (``linear.pack_panels``) and a bias or None."""
+
+    qkv: tuple[Tensor, Tensor | None]
+    output: tuple[Tensor, Tensor | None]
+    gate_up: tuple[Tensor, Tensor | None]  # all gates, then all ups
+    down: tuple[Tensor, Tensor | None]
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and keys
+    window: int  # keys that a token sees, itself included; 0: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What all layers have in common."""
+
+    size: int  # of the residual stream
+    inner_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float  # of the scores
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernel walks these sizes, whatever the device."""
+        half = self.head_dim // 2
+        return self.head_dim % 2 == 0 and half % 16 == 0 and self.size % PANEL == 0 and self.inner_size % PANEL == 0
+
+
+class DecoderLayers:
+    """All layers of one model, their weights as the kernel takes them. For one thread."""
+
+    def __init__(self, layers: Sequence[LayerWeights], shape: LayerShape, cos_sin: Tensor) -> None:
+        """Keep the weights; ``cos_sin`` is the table of ``rotary``."""
+        from maniple_kernels.cpu.simd import flat
+
+        assert shape.fits
+        self._shape = shape
+        self._dtype = layers[0].attention_norm.dtype
+        self._cos_sin = flat(cos_sin)
+        nothing = flat(torch.empty(0, dtype=self._dtype))
+        self._weights: list[tuple[Arrays, Arrays, Arrays]] = []
+        for layer in layers:
+            linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+            products = [(flat(panels), nothing if bias is None else flat(bias)) for panels, bias in linears]
+            norms = (layer.attention_norm, layer.mlp_norm, *(layer.head_norms or ()))
+            arrays = tuple(flat(norm) for norm in norms) + (nothing,) * (4 - len(norms))
+            numbers = np.float32(shape.eps), np.float32(shape.scale * LOG2_E), layer.window
+            self._weights.append((sum(products, ()), arrays, numbers))
+        self._buffers: Arrays = ()
+        self._num_tokens = 0  # that the buffers have room for
+        self._caches: list[Arrays] = []
+        self._seen: weakref.ref[Tensor] | None = None
+
+    def fits(self, kv: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Say whether the layers can run over this cache."""
+        keys = kv[0][0]
+        return fits_cpu_kernels(keys, keys.shape[3]) and keys.is_contiguous() and keys.dtype is self._dtype
+
+    def run(
+        self,
+        residual: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: Sequence[tuple[Tensor, Tensor]],
+        plan: AttentionPlan,
+    ) -> None:
+        """Run all layers.
+
+        Args:
+            residual: [num_tokens, size] float32, contiguous; becomes what leaves the last layer.
+            positions: [num_tokens] int64.
+            slots: [num_tokens] int64, where each token's keys and values go.
+            kv: key and value cache of each layer, as in ``paged_attention``; written.
+            plan: of this step.
+        """
+        from maniple_kernels.cpu.decoder_layer import run_layer
+        from maniple_kernels.cpu.simd import flat
+        from maniple_kernels.cpu.threads import use_threads
+
+        shape = self._shape
+        num_tokens, group = len(residual), shape.num_heads // shape.num_kv_heads
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        self._make_room(num_tokens, width)
+        self._look_at(kv)
+        sizes = shape.num_kv_heads, group, shape.head_dim, kv[0][0].shape[3], width
+        stream, tokens = flat(residual), (positions.numpy(), slots.numpy())
+        use_threads(num_tokens * shape.size * (width + 3 * shape.inner_size))
+        for (products, norms, numbers), cache in zip(self._weights, self._caches, strict=True):
+            run_layer(
+                stream,
+                num_tokens,
+                shape.size,
+                products,
+                norms,
+                self._buffers,
+                self._cos_sin,
+                tokens,
+                cache,
+                plan.block_tables,
+                plan.tiles,
+                sizes,
+                numbers,
+            )
+
+    def _make_room(self, num_tokens: int, width: int) -> None:
+        if num_tokens <= self._num_tokens:
+            return
+        from maniple_kernels.cpu.simd import flat
+
+        shape = self._shape
+        sizes = (shape.size, width, shape.num_heads * shape.head_dim, shape.inner_size)
+        types = (self._dtype, torch.float32, self._dtype, self._dtype)
+        self._buffers = tuple(
+            flat(torch.empty(num_tokens * size, dtype=dtype)) for size, dtype in zip(sizes, types, strict=True)
+        )
+        self._num_tokens = num_tokens
+
+    def _look_at(self, kv: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Keep the arrays of a cache as long as it lives: its memory must go when its owner lets it go."""
+        first = kv[0][0]
+        if self._seen is not None and self._seen() is first:
+            return
+        from maniple_kernels.cpu.simd import flat
+
+        self._caches = [(flat(keys), flat(values)) for keys, values in kv]
+        caches = self._caches
+        self._seen = weakref.ref(first, lambda _: caches.clear())
