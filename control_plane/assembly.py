@@ -25,7 +25,13 @@ from control_plane.step_trace import GroupTrace
 from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.tokenizer import Tokenizer
 from control_plane.traced_engine import TracedEngine
-from service_chassis.protocol.version import FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING
+from service_chassis.protocol.version import (
+    FEATURE_FULL_SAMPLING,
+    FEATURE_LOGPROBS,
+    FEATURE_MASKS,
+    FEATURE_POOLING,
+    FEATURE_SLEEP,
+)
 from service_chassis.scripted import parse_scripted
 from service_chassis.tls import ClientTls
 
@@ -69,6 +75,9 @@ def build_executor(config: ControlPlaneConfig, *, group: int = 0, worker_tls: Cl
         first_device=group * config.tensor_parallel_size if local else 0,
         device_ids=config.device_ids[group * config.tensor_parallel_size :][: config.tensor_parallel_size],
         num_threads=config.num_threads,
+        enable_sleep_mode=config.enable_sleep_mode,
+        sleep_backend=config.sleep_backend,
+        sleep_directory=config.sleep_directory,
         num_groups_sharing=config.num_groups if local else 1,
         report_interval_s=config.report_interval_s,
         idle_report_interval_s=config.idle_report_interval_s,
@@ -132,6 +141,7 @@ def build_engine(
         pooling=FEATURE_POOLING in facts.features,
         logprobs=FEATURE_LOGPROBS in facts.features,
         masks=FEATURE_MASKS in facts.features,
+        sleep=FEATURE_SLEEP in facts.features,
         dtype=facts.model.dtype,
     )
     make = Engine if trace is None else partial(TracedEngine, trace=trace)

@@ -80,6 +80,10 @@ def _advertise_rule(value: str) -> str:
     return ""
 
 
+def _name_rule(value: str) -> str:
+    return "" if value else "must not be empty"
+
+
 def _read_groups(text: str) -> tuple[tuple[str, ...], ...]:
     """Read the addresses of groups: groups parted by semicolons, addresses by commas."""
     return tuple(group for group in map(read_words, text.split(";")) if group)
@@ -269,6 +273,18 @@ class ControlPlaneConfig:
     num_threads: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0, at_most=1024), metavar="THREADS")
     """Threads of one worker's forward pass on a CPU. 0: all cores that the process may use, shared with the other ranks
     that may use the same ones."""
+
+    enable_sleep_mode: bool = setting(False, topic=GROUP, read=read_switch)
+    """Start workers so that they can give the memory of weights and KV cache back (`maniple admin sleep --level 1`, or
+    2). On a CUDA device it needs the extra `sleep`."""
+
+    sleep_backend: str = setting("auto", topic=GROUP, read=read_text, rule=_name_rule, metavar="NAME")
+    """What gives memory back: pages (CPU), torch-memory-saver (CUDA), or what a package offers under the group of entry
+    points maniple.sleep_backends. auto: the one for the device."""
+
+    sleep_directory: str = setting("", topic=GROUP, read=read_text, metavar="DIRECTORY")
+    """Where workers on a CPU keep the weights while they sleep at level 1, in files without a name that go with the
+    process; it should be on a disk. Default: where the system has its temporary files."""
 
     heartbeat_timeout_s: float = setting(
         5.0, topic=GROUP, read=read_number, rule=above(0, at_most=LONGEST_S), metavar="SECONDS"
@@ -611,10 +627,23 @@ def _owner_faults(config: ControlPlaneConfig, executor: str, world_size: int) ->
         return faults
     if executor == REMOTE and config.num_threads:
         return [("num_threads", config.num_threads, "is not told to workers that run: give it to `maniple worker`")]
+    if executor == REMOTE and (faults := _sleep_faults(config)):
+        return faults
     if is_wildcard(config.listen) and not config.advertise_address:
         rule = "needs --advertise-address where workers run elsewhere: nobody can connect to a wildcard"
         return [("listen", config.listen, rule)]
     return plaintext_faults(config, executor)
+
+
+def _sleep_faults(config: ControlPlaneConfig) -> list[Fault]:
+    """Find flags of sleep that workers had to be started with."""
+    given = {
+        "enable_sleep_mode": "on" if config.enable_sleep_mode else "",
+        "sleep_backend": config.sleep_backend if config.sleep_backend != "auto" else "",
+        "sleep_directory": config.sleep_directory,
+    }
+    rule = "is not told to workers that run: give it to `maniple worker`"
+    return [(name, value, rule) for name, value in given.items() if value]
 
 
 def _address_faults(config: ControlPlaneConfig, world_size: int) -> list[Fault]:

@@ -21,6 +21,7 @@ from control_plane.client_errors import error_of_loss, error_of_refusal
 from control_plane.constrained_requests import ConstrainedRequests
 from control_plane.deltas import DeltaEncoder, sample_input
 from control_plane.departure import Departure
+from control_plane.dormancy import Dormancy
 from control_plane.engine_status import EngineLimits, EngineStatus, RequestIds
 from control_plane.generation import Cursor, FinishReason, Generation
 from control_plane.generation_stream import GenerationStream
@@ -135,6 +136,7 @@ class Engine:
         self._departure = Departure(group, self._live, end=self._end, abort_all=self.abort_all)
         self._pause: PauseMode | None = None  # set: no new steps, but for those that let requests finish
         self._has_settled = asyncio.Event()  # a pause took effect, or ended; see stand_still
+        self.dormancy = Dormancy(group, last_step=lambda: scheduler.step - 1, on_change=self._on_sleep_or_wake)
         self._results: deque[StepResult] = deque()  # arrived, not applied; at most one per step in flight
         self._outputs: list[SampleOutput] = []  # applied, not told to the clients
         self._has_failed = False
@@ -175,12 +177,18 @@ class Engine:
     @property
     def not_ready_reason(self) -> str:
         """Why not, or nothing."""
-        return self._obstacle or (PAUSE_REASONS[self._pause] if self._pause is not None else "")
+        paused = PAUSE_REASONS[self._pause] if self._pause is not None else ""
+        return self._obstacle or self.dormancy.reason or paused
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether all that speaks against computing is somebody's wish, which somebody can take back."""
+        return not self._obstacle and not self.ready
 
     @property
     def admits(self) -> bool:
         """Whether new requests are let in, be it to wait for the end of a pause."""
-        return not self._obstacle and self._pause in (None, PauseMode.KEEP)
+        return not self._obstacle and self._pause in (None, PauseMode.KEEP)  # nothing sleeps without a pause
 
     @property
     def _obstacle(self) -> str:
@@ -348,6 +356,16 @@ class Engine:
         self._wake.set()
         return num_blocks
 
+    async def empty_cache(self) -> None:
+        """Take the blocks of all rows and forget what they held; return when the workers know. While paused and still.
+
+        Rows that run are computed anew, once there are steps again.
+        """
+        self._scheduler.preempt_all()
+        self._scheduler.forget_prefix_cache()
+        self._wake.set()
+        await self.stand_still()
+
     def pause(self, mode: PauseMode) -> None:
         """Plan no more steps; with WAIT only once no request is here. Steps in flight come to their end.
 
@@ -371,6 +389,7 @@ class Engine:
         scheduler = self._scheduler
         is_computing = scheduler.num_outstanding or scheduler.has_unflushed()
         may_plan = self._pause is None or (self._pause is PauseMode.WAIT and not self._live.is_idle)
+        may_plan = may_plan and not self.dormancy.asleep
         return self._has_failed or not (is_computing or may_plan)
 
     async def stand_still(self) -> None:
@@ -481,7 +500,8 @@ class Engine:
 
     def _plan(self, now: float) -> StepPlan | None:
         """Return the next step, if there is anything to send now."""
-        stops = self._departure.is_under_way or self._pause in (PauseMode.ABORT, PauseMode.KEEP)
+        is_paused = self._pause in (PauseMode.ABORT, PauseMode.KEEP)
+        stops = self._departure.is_under_way or is_paused or self.dormancy.asleep
         plan = None if stops else self._scheduler.schedule(now)
         return plan or self._flush(now)
 
@@ -646,6 +666,10 @@ class Engine:
             self._end(live, error, not (is_fenced and has_started))
         self._wake.set()
         self.on_lost(loss)
+
+    def _on_sleep_or_wake(self) -> None:
+        self._wake.set()
+        self._tell_readiness()
 
     def _tell_readiness(self) -> None:
         for callback in self._readiness:

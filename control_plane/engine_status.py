@@ -31,6 +31,7 @@ class EngineLimits:
     pooling: bool = True  # False: the workers are of a release that cannot embed
     masks: bool = True  # False: they are of one that takes no masks
     logprobs: bool = True  # False: they are of one that tells no log-probabilities
+    sleep: bool = False  # True: they were started so that they can give their memory back
     dtype: str = ""  # of the weights, as the workers loaded them
 
 

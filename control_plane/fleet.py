@@ -17,7 +17,8 @@ from control_plane.generation import Cursor, Generation
 from control_plane.generation_stream import GenerationStream
 from control_plane.kv_event_log import KvEventLog, KvFollower
 from control_plane.live_request import LiveRequest, resumed_stream
-from control_plane.pause import PAUSE_REASONS, PauseMode
+from control_plane.pause import PauseMode
+from control_plane.rest import Rest
 from control_plane.routing import choose_group
 from control_plane.scheduling.request import Request
 from service_chassis.callers import ADMIN, Caller
@@ -54,7 +55,7 @@ class _Place:
         reason = self.engine.not_ready_reason
         if not reason or reason == DRAINING:
             return reason or READY
-        return ASLEEP if reason in PAUSE_REASONS.values() else LOST
+        return ASLEEP if self.engine.is_at_rest else LOST
 
 
 class Fleet:
@@ -74,6 +75,8 @@ class Fleet:
         self._closed_reason = ""  # said to every engine, those to come too
         self.closed = asyncio.Event()  # set as soon as there is one
         self._pause: PauseMode | None = None  # likewise
+        self.num_pauses = 0  # ever
+        self.rest = Rest(self)
         self._past_queries = self._past_hits = 0  # prefix cache lookups of engines that are gone
         self._listeners: list[Callable[[bool], None]] = []
 
@@ -97,6 +100,7 @@ class Fleet:
             engine.close(self._closed_reason)
         if self._pause is not None:
             engine.pause(self._pause)
+        self.rest.take(engine)
         engine.on_readiness(lambda _: self._tell(engine))
 
     def leave(self, reason: str, name: str = "0", *, state: str = FORMING) -> None:
@@ -273,6 +277,18 @@ class Fleet:
         while busy := [engine for engine in self._engines() if not engine.is_idle]:
             await busy[0].wait_idle()
 
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """What holds for requests; None: nothing is paused."""
+        return self._pause
+
+    def hold_still(self, mode: PauseMode) -> None:
+        """Plan no more steps in any group, those to come too, and do nothing else."""
+        self._pause = mode
+        self.num_pauses += 1
+        for engine in self._engines():
+            engine.pause(mode)
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
         """Stop scheduling in every group, those to come too, and return when nothing is computed any more.
 
@@ -281,16 +297,14 @@ class Fleet:
         Raises:
             WrongState: generation was resumed before the pause took effect.
         """
-        self._pause = mode
-        for engine in self._engines():
-            engine.pause(mode)
+        self.hold_still(mode)
         if mode is PauseMode.ABORT:
             self.abort_all()
-        await self._stand_still()
+        await self.stand_still()
         if clear_cache:
             for engine in self._engines():
                 engine.reset_prefix_cache()
-            await self._stand_still()
+            await self.stand_still()
 
     def unpause(self) -> None:
         """Schedule again, in every group."""
@@ -303,7 +317,8 @@ class Fleet:
         """Whether a pause is in force and has taken effect."""
         return self._pause is not None and all(engine.is_still for engine in self._engines())
 
-    async def _stand_still(self) -> None:
+    async def stand_still(self) -> None:
+        """Return when a pause has taken effect. Raises ``WrongState`` if it ended before."""
         # A request may move from one to another meanwhile.
         while self._pause is not None and (busy := [one for one in self._engines() if not one.is_still]):
             await busy[0].stand_still()
@@ -358,6 +373,14 @@ class Fleet:
 
     def _all(self) -> list[tuple[str, _Place]]:
         return list(self._places.items())
+
+    def engines(self) -> dict[str, Engine]:
+        """Return the engines that there are, by the names of their groups."""
+        return {name: place.engine for name, place in self._all() if place.engine is not None}
+
+    def groups_to_come(self) -> dict[str, str]:
+        """Return the names of groups that are ours to form and have no engine, each with the reason."""
+        return {name: place.reason for name, place in self._all() if place.engine is None and place.state != HELD}
 
     def _engines(self) -> list[Engine]:
         return [place.engine for place in self._places.values() if place.engine is not None]

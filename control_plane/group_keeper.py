@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from enum import Enum
 
+from control_plane.dormancy import commit_weights, stage_weights
 from control_plane.engine import Engine
 from control_plane.executors.base import Executor
 from control_plane.fleet import LOST, Fleet
@@ -107,6 +108,7 @@ class GroupKeeper:
         facts = adopted.facts
         if self._prepare is not None:
             await self._prepare_for(self._group, self._prepare)
+        await self._renew_weights(self._group, adopted)
         try:
             self._engine = self._make_engine(self._group, adopted, self._survivors)
         except SnapshotUnreadable as error:
@@ -127,6 +129,20 @@ class GroupKeeper:
             formed_in_s=round(facts.formed_in_s, 3),
         )
         return facts
+
+    async def _renew_weights(self, group: WorkerGroup, adopted: Adopted) -> None:
+        """Bring the weights of a group that is formed anew to those that serve; take over what it has otherwise."""
+        rest = self._fleet.rest
+        if adopted.snapshot is not None:
+            rest.weights_path = adopted.facts.weights_path or rest.weights_path
+        elif rest.weights_path:
+            after_step = adopted.facts.first_step - 1
+            try:
+                await stage_weights(group, after_step, rest.weights_path)
+                await commit_weights(group, after_step)
+            except ManipleError as error:
+                await group.teardown(error.message)
+                raise
 
     async def _prepare_for(self, group: WorkerGroup, prepare: Prepare) -> None:
         try:
@@ -214,6 +230,7 @@ class GroupKeeper:
                 log.warning("group.lost", group=self.name, reason=loss.reason, retry_in_s=delay_s)
                 self._on_lost(loss.reason, delay_s)
                 await asyncio.sleep(delay_s)
+                await self._fleet.rest.until_awake()
                 try:
                     facts = await self.start()
                 except (GroupNotFormed, ManipleError) as error:

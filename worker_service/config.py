@@ -134,7 +134,9 @@ class WorkerConfig:
     enable_sleep_mode: bool = setting(False, topic=_DEVICE, read=read_switch)
     """Be ready to give the memory of weights and KV cache back (AdminService.Sleep, levels 1 and 2). On a CUDA device
     it needs the extra `sleep`."""
-    sleep_backend: str = setting("auto", topic=_DEVICE, read=read_text, metavar="NAME")
+    sleep_backend: str = setting(
+        "auto", topic=_DEVICE, read=read_text, rule=lambda v: "" if v else "must not be empty", metavar="NAME"
+    )
     """What gives memory back: pages (CPU), torch-memory-saver (CUDA), or what a package offers under the group of entry
     points maniple.sleep_backends. auto is the one for the device."""
     sleep_directory: str = setting("", topic=_DEVICE, read=read_text, metavar="DIRECTORY")

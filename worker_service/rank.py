@@ -27,6 +27,7 @@ from service_chassis.protocol.version import (
     FEATURE_LOGPROBS,
     FEATURE_MASKS,
     FEATURE_POOLING,
+    FEATURE_SLEEP,
     MAX_PROTOCOL_VERSION,
     MIN_PROTOCOL_VERSION,
 )
@@ -123,7 +124,7 @@ class Rank:
             incarnation_id=self.vitals.incarnation_id,
             min_protocol_version=MIN_PROTOCOL_VERSION,
             max_protocol_version=MAX_PROTOCOL_VERSION,
-            features=_features(),
+            features=_features(self.config),
             stage=self._stages.stage,
             epoch=self._ownership.epoch,
             owner_address=self._ownership.owner_address,
@@ -178,7 +179,7 @@ class Rank:
             accepted=accepted,
             completed=self.vitals.completed[0],
             state_digest=digest,
-            features=[feature for feature in _features() if feature in request.features],
+            features=[feature for feature in _features(self.config) if feature in request.features],
             stage=self._stages.stage,
             rendezvous=self._stages.rendezvous(),
         )
@@ -354,7 +355,8 @@ class Rank:
         raise NotBuilt("blobs are not built yet: prompts travel in deltas, and have at most 1 MiB")
 
 
-def _features() -> list[str]:
+def _features(config: WorkerConfig) -> list[str]:
     """Return the optional features of this process: without torch only the scripted model's plain sampling is here."""
     sampling = [FEATURE_FULL_SAMPLING] if importlib.util.find_spec("torch") is not None else []
-    return [FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING, *sampling]
+    sleep = [FEATURE_SLEEP] if config.enable_sleep_mode else []
+    return [FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING, *sampling, *sleep]

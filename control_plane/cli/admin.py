@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from control_plane.cli.connection import add_server_flag, open_client, report, server_address
 from control_plane.cli.number_flags import LONGEST_S, number, whole
 from control_plane.exit_codes import INTERRUPTED, OK
+from maniple.v1 import admin_pb2
 from maniple_client import Client, ManipleError
 from service_chassis.settings import at_least
+from service_chassis.sleep_tags import DEEPEST_SLEEP, SLEEP_TAGS
 
 _MODES = ("abort", "wait", "keep")
-_TAGS = ("weights", "kv_cache", "scheduling")
+_MIB = 1 << 20
 _MODE_HELP = (
     "what happens to requests that are here: they end with finish reason abort (abort), finish (wait), or freeze until "
     "generation is resumed (keep, in which new requests queue; else they are refused). Default abort"
@@ -32,14 +34,27 @@ def _resume(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _sleep(client: Client, arguments: argparse.Namespace) -> None:
-    client.admin.sleep(arguments.level, arguments.mode)
+    answer = client.admin.sleep(arguments.level, arguments.mode)
     print(f"Asleep: {', '.join(client.admin.sleeping_tags())}.{_left(client)}")
+    _print_memory(answer.ranks)
 
 
 def _wake_up(client: Client, arguments: argparse.Namespace) -> None:
-    client.admin.wake_up(arguments.tags)
+    answer = client.admin.wake_up(arguments.tags)
     asleep = client.admin.sleeping_tags()
     print(f"Still asleep: {', '.join(asleep)}." if asleep else "Awake.")
+    _print_memory(answer.ranks)
+
+
+def _print_memory(ranks: Iterable[admin_pb2.RankMemory]) -> None:
+    for one in ranks:
+        gave = f"gave back {one.freed_bytes / _MIB:.0f} MiB and " if one.freed_bytes else ""
+        print(f"Group {one.group}, rank {one.rank}: {gave}takes {one.taken_bytes / _MIB:.0f} MiB.")
+
+
+def _update_weights(client: Client, arguments: argparse.Namespace) -> None:
+    num_tensors = client.admin.update_weights(arguments.path)
+    print(f"{num_tensors} tensors were replaced on every rank.")
 
 
 def _reset_prefix_cache(client: Client, arguments: argparse.Namespace) -> None:
@@ -75,16 +90,24 @@ _VERBS: dict[str, tuple[Callable[[Client, argparse.Namespace], None], str, str, 
     "resume": (_resume, "schedule again", "Schedule again, with what was kept first.", "maniple admin resume"),
     "sleep": (
         _sleep,
-        "sleep; level 0 stops scheduling",
-        "Sleep. Level 0 stops scheduling, as `pause` does. Levels 1 and 2, which give device memory back, are not "
-        "built yet.",
-        "maniple admin sleep --level 0 --mode keep",
+        "stop scheduling, and give memory back",
+        "Sleep. Level 0 stops scheduling, as `pause` does. Level 1 also gives memory back: the weights are kept on the "
+        "host, on a CPU on disk, and what the KV cache held is lost. Level 2 keeps no weights: they are read again "
+        "when they wake, or come by update-weights. Both need --enable-sleep-mode where workers were started.",
+        "maniple admin sleep --level 1 --mode keep\n  maniple admin sleep --level 2",
     ),
     "wake-up": (
         _wake_up,
         "end a sleep",
-        "Wake up what sleeps: all, or what is named.",
-        "maniple admin wake-up\n  maniple admin wake-up scheduling",
+        "Wake up what sleeps: all, or what is named. Requests are computed again once nothing sleeps.",
+        "maniple admin wake-up\n  maniple admin wake-up weights",
+    ),
+    "update-weights": (
+        _update_weights,
+        "replace the weights by those of another checkpoint of the model",
+        "Replace the weights in all groups, or in none where the checkpoint does not fit. PATH is a model directory on "
+        "the workers. Requests wait meanwhile, and are then computed anew with the new weights.",
+        "maniple admin update-weights /models/step-200",
     ),
     "reset-prefix-cache": (
         _reset_prefix_cache,
@@ -132,9 +155,11 @@ def _add_flags(verb: str, add: Callable[..., Any]) -> None:
     if verb == "pause":
         add("--clear-cache", action="store_true", help="forget cached prefixes too")
     if verb == "sleep":
-        add("--level", type=whole(0, at_most=2), default=0, metavar="N", help="0 (the default), 1 or 2")
+        add("--level", type=whole(0, at_most=DEEPEST_SLEEP), default=0, metavar="N", help="0 (the default), 1 or 2")
     if verb == "wake-up":
-        add("tags", nargs="*", metavar="TAG", choices=[*_TAGS, []], help=f"of {', '.join(_TAGS)}; none: all")
+        add("tags", nargs="*", metavar="TAG", choices=[*SLEEP_TAGS, []], help=f"of {', '.join(SLEEP_TAGS)}; none: all")
+    if verb == "update-weights":
+        add("path", metavar="PATH", help="a directory with config.json and safetensors, where the workers run")
     if verb == "drain":
         add(
             "--deadline-s",

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from control_plane.doors.calls import Context
 from control_plane.doors.limits import check_number
 from control_plane.doors.served_model import ServedModel
+from control_plane.dormancy import RankMemory
 from control_plane.engine_status import GroupView
 from control_plane.fleet import Fleet
 from control_plane.pause import PauseMode
 from maniple.v1 import admin_pb2, admin_pb2_grpc
 from maniple.v1.admin_pb2 import GroupStatus
 from service_chassis.errors import InvalidParameter, NotBuilt
+from service_chassis.sleep_tags import SCHEDULING
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
@@ -29,9 +31,6 @@ _PAUSE_MODES = {
     admin_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
     admin_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
 }
-_SCHEDULING = "scheduling"
-_SLEEP_TAGS = ("weights", "kv_cache", _SCHEDULING)
-_DEEPEST_SLEEP = 2
 
 # Accept no more requests and wait until none is left; after so many seconds (None: never) abort the rest. Returns how
 # many were aborted.
@@ -103,7 +102,7 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     async def ResumeGeneration(
         self, request: admin_pb2.ResumeGenerationRequest, context: Context
     ) -> admin_pb2.ResumeGenerationResponse:
-        self._fleet.unpause()
+        await asyncio.shield(self._carry_out(self._fleet.rest.wake_up([SCHEDULING])))
         return admin_pb2.ResumeGenerationResponse()
 
     async def IsPaused(self, request: admin_pb2.IsPausedRequest, context: Context) -> admin_pb2.IsPausedResponse:
@@ -112,25 +111,22 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     # To pause is to let the tag `scheduling` sleep. The other tags are those of levels 1 and 2.
 
     async def Sleep(self, request: admin_pb2.SleepRequest, context: Context) -> admin_pb2.SleepResponse:
-        mode = _pause_mode(request.mode)
-        if request.level > _DEEPEST_SLEEP:
-            raise InvalidParameter("level", request.level, f"must be from 0 to {_DEEPEST_SLEEP}")
-        if request.level:
-            raise NotBuilt(f"{SERVICE}/Sleep with level {request.level} is not built yet; level 0 stops scheduling")
-        await self._pause(mode, clear_cache=False)
-        return admin_pb2.SleepResponse()
+        sleep = self._fleet.rest.sleep(request.level, _pause_mode(request.mode))
+        return admin_pb2.SleepResponse(ranks=_rank_memory(await asyncio.shield(self._carry_out(sleep))))
 
     async def WakeUp(self, request: admin_pb2.WakeUpRequest, context: Context) -> admin_pb2.WakeUpResponse:
-        for tag in request.tags:
-            if tag not in _SLEEP_TAGS:
-                raise InvalidParameter("tags", tag, f"must be one of {', '.join(_SLEEP_TAGS)}")
-        if not request.tags or _SCHEDULING in request.tags:
-            self._fleet.unpause()
-        return admin_pb2.WakeUpResponse()
+        wake_up = self._fleet.rest.wake_up(request.tags)
+        return admin_pb2.WakeUpResponse(ranks=_rank_memory(await asyncio.shield(self._carry_out(wake_up))))
 
     async def IsSleeping(self, request: admin_pb2.IsSleepingRequest, context: Context) -> admin_pb2.IsSleepingResponse:
-        tags = [_SCHEDULING] if self._fleet.is_paused else []
+        tags = self._fleet.rest.tags
         return admin_pb2.IsSleepingResponse(is_sleeping=bool(tags), tags=tags)
+
+    async def UpdateWeights(
+        self, request: admin_pb2.UpdateWeightsRequest, context: Context
+    ) -> admin_pb2.UpdateWeightsResponse:
+        num_tensors = await asyncio.shield(self._carry_out(self._fleet.rest.update_weights(request.path)))
+        return admin_pb2.UpdateWeightsResponse(num_tensors=num_tensors)
 
     async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         await asyncio.shield(self._carry_out(self._fleet.pause(mode, clear_cache=clear_cache)))
@@ -153,11 +149,6 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
 
     async def UnloadLora(self, request: admin_pb2.UnloadLoraRequest, context: Context) -> admin_pb2.UnloadLoraResponse:
         _not_built("UnloadLora")
-
-    async def UpdateWeights(
-        self, request: admin_pb2.UpdateWeightsRequest, context: Context
-    ) -> admin_pb2.UpdateWeightsResponse:
-        _not_built("UpdateWeights")
 
     async def StartProfile(
         self, request: admin_pb2.StartProfileRequest, context: Context
@@ -199,6 +190,14 @@ def _group_status(group: GroupView) -> GroupStatus:
         block_size=limits.block_size,
         num_preemptions=status.num_preemptions,
     )
+
+
+def _rank_memory(memory: Mapping[str, Sequence[RankMemory]]) -> list[admin_pb2.RankMemory]:
+    return [
+        admin_pb2.RankMemory(group=group, rank=one.rank, freed_bytes=one.freed_bytes, taken_bytes=one.taken_bytes)
+        for group, ranks in memory.items()
+        for one in ranks
+    ]
 
 
 def _pause_mode(mode: admin_pb2.PauseMode.ValueType) -> PauseMode:

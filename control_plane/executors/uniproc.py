@@ -54,6 +54,9 @@ class UniprocExecutor(Executor):
             device_ids=settings.device_ids,
             num_threads=settings.num_threads,
             num_groups_sharing=settings.num_groups_sharing,
+            enable_sleep_mode=settings.enable_sleep_mode,
+            sleep_backend=settings.sleep_backend,
+            sleep_directory=settings.sleep_directory,
             report_interval_s=settings.report_interval_s,
             idle_report_interval_s=settings.idle_report_interval_s,
         )

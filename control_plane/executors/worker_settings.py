@@ -17,6 +17,9 @@ class WorkerSettings:
     device_ids: tuple[int, ...] = ()  # of the ranks, in their order
     num_threads: int = 0
     num_groups_sharing: int = 1
+    enable_sleep_mode: bool = False
+    sleep_backend: str = "auto"
+    sleep_directory: str = ""
     report_interval_s: float = 0.1
     idle_report_interval_s: float = 1.0
     max_step_message_bytes: int = 64 << 20
@@ -39,6 +42,9 @@ class WorkerSettings:
             "first-device": self.first_device,
             "num-threads": self.num_threads,
             "num-groups-sharing": self.num_groups_sharing,
+            "enable-sleep-mode": self.enable_sleep_mode,
+            "sleep-backend": self.sleep_backend,
+            "sleep-directory": self.sleep_directory,
             "report-interval-s": self.report_interval_s,
             "idle-report-interval-s": self.idle_report_interval_s,
             "orphan-grace-s": orphan_grace_s,

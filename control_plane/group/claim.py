@@ -21,6 +21,7 @@ from service_chassis.protocol.version import (
     FEATURE_LOGPROBS,
     FEATURE_MASKS,
     FEATURE_POOLING,
+    FEATURE_SLEEP,
     MAX_PROTOCOL_VERSION,
     MIN_PROTOCOL_VERSION,
 )
@@ -129,7 +130,7 @@ async def _join(
         owner_id=owner_id,
         owner_address=settings.owner_address,
         protocol_version=version,
-        features=[FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING],
+        features=[FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING, FEATURE_SLEEP],
         rank=rank,
         world_size=executor.world_size,
         lease_ms=int(settings.lease_s * 1000),

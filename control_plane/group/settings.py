@@ -67,6 +67,8 @@ class GroupFacts:
     kv_bytes: int  # summed over ranks
     step_us_per_token: float  # of the slowest rank
     formed_in_s: float
+    asleep: frozenset[str] = frozenset()  # memory that slept when the group was taken over
+    weights_path: str = ""  # of weights that had replaced the model's own by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,6 +161,7 @@ async def take_over(
         RankCallError, GroupNotFormed: it cannot be adopted.
     """
     started_at = time.monotonic()
+    _check_weights(grant)
     timeout_s = min(_CALL_TIMEOUT_S, settings.startup_timeout_s)
     on_stage("level up")
     standing = await find_standing(executor, grant, timeout_s=timeout_s)
@@ -189,6 +190,15 @@ async def take_over(
         duration_s=round(facts.formed_in_s, 4),
     )
     return Adopted(facts=facts, snapshot=snapshot)
+
+
+def _check_weights(grant: Grant) -> None:
+    """Refuse ranks of which some took other weights and some did not, since their owner died in between."""
+    ours = grant.described[0].weights_path
+    for rank, description in enumerate(grant.described):
+        if description.weights_path != ours:
+            reason = f"rank {rank} has weights from {description.weights_path or 'its model'!r}, and rank 0 others"
+            raise GroupNotFormed(LossReason(Rank(rank), reason))
 
 
 async def _snapshot(executor: Executor, rank: Rank, epoch: int, timeout_s: float) -> BatchSnapshot:
@@ -233,6 +243,8 @@ def _facts(
     executor: Executor, settings: GroupSettings, grant: Grant, standing: Standing, duration_s: float
 ) -> GroupFacts:
     first = grant.described[0]
+    # Where only some ranks woke or slept, the next call on all of them finds it done.
+    asleep = frozenset(tag for description in grant.described for tag in description.sleeping_tags)
     limits, model = first.limits, first.model
     return GroupFacts(
         epoch=grant.epoch,
@@ -260,4 +272,6 @@ def _facts(
         kv_bytes=sum(limits.num_blocks * description.model.block_bytes for description in grant.described),
         step_us_per_token=first.step_us_per_token,
         formed_in_s=duration_s,
+        asleep=asleep,
+        weights_path=first.weights_path,
     )

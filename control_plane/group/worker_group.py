@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from google.protobuf.message import Message
+
 from control_plane.executors.base import Executor, RankCallError, RankExit
 from control_plane.group.allowance import Allowance
 from control_plane.group.batch_snapshot import BatchSnapshot
@@ -32,7 +34,7 @@ from control_plane.group.takeover import (
 from control_plane.group.tenure import OUTPUT_RANK, Tenure
 from control_plane.group.watchdog import Judgement, Verdict
 from maniple.v1 import rank_health_pb2, scheduler_delta_pb2, worker_pb2
-from service_chassis.errors import ManipleError
+from service_chassis.errors import Fenced, GroupLost, InvalidParameter, ManipleError, NotBuilt, WrongState, clip
 from service_chassis.ids import Epoch, Rank
 from service_chassis.telemetry import get_logger
 
@@ -367,6 +369,30 @@ class WorkerGroup:
         self._tenure.silence()
         taken = [await stream.goodbye(kind, timeout_s=_FAREWELL_S) for stream in reversed(self._tenure.streams)]
         return all(taken)
+
+    async def ask_all(self, method: str, request: Message, *, timeout_s: float) -> list[Message]:
+        """Make a call that changes the ranks on all of them, in rank order; our epoch is set in ``request``.
+
+        Raises:
+            InvalidParameter, WrongState, NotBuilt: a rank refused, in its words; the group lives on.
+            GroupLost: the group is lost, before this or by it.
+        """
+        if self._tenure is None or self._is_over:
+            raise GroupLost(self.health_reason)
+        request.epoch = self._tenure.epoch  # type: ignore[attr-defined]  # all these have one
+        try:
+            return await self.executor.collective_rpc(method, request, timeout_s=timeout_s)
+        except RankCallError as error:
+            cause = error.error
+            if isinstance(cause, InvalidParameter | WrongState | NotBuilt):
+                if len(self.executor.ranks) > 1:
+                    cause.message = clip(f"rank {error.rank}: {cause.message}")
+                raise cause from error
+            if isinstance(cause, Fenced):
+                self.tenure_fenced(error.rank, cause.message)
+            else:
+                self._lose(LossReason(error.rank, f"rank {error.rank} failed at {error.method}: {error.cause}"))
+            raise GroupLost(self.health_reason) from error
 
     async def proves_ownership(self) -> bool:
         """Ask the ranks, and say whether one answered just now that the epoch is still ours."""

@@ -327,6 +327,16 @@ class Scheduler:
         self._pool.forget_cached()
         self._forget = True
 
+    def preempt_all(self) -> None:
+        """Take the blocks of every sample, before the cache loses what it holds; the next delta says so.
+
+        No step is outstanding. All that run come back as after any preemption, computed anew.
+        """
+        assert not self.num_outstanding
+        draft = _Draft(self.step, 0.0)
+        for sample in list(self._batch.resident()):
+            self._preempt(draft, sample)
+
     # --- for those who follow what is cached
 
     def record_block_events(self, wanted: bool) -> None:

@@ -9,6 +9,8 @@ FEATURE_FULL_SAMPLING = "full_sampling"
 FEATURE_POOLING = "pooling"
 # The rank tells log-probabilities of tokens and prompts, and keeps them.
 FEATURE_LOGPROBS = "logprobs"
+# The rank was started so that it can give its memory back (Sleep, WakeUp).
+FEATURE_SLEEP = "sleep"
 # The rank's sampling waits for masks (SchedulerDelta.awaits_mask).
 FEATURE_MASKS = "masks"
 # The rank tries tokens ahead (GroupLimits.num_speculative_tokens), and its results have several tokens for a row.

@@ -13,7 +13,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from control_plane.doors import admin, inference, vllm_engine
 from maniple.v1 import admin_pb2 as pb
 from maniple.v1 import inference_pb2
-from maniple_client import AsyncClient, NotBuilt
+from maniple_client import AsyncClient, WrongState
 from service_chassis.scripted import fail_at
 from support.faults import model_with
 from support.real_doors import RealDoors, real_doors
@@ -221,8 +221,8 @@ async def test_sleep_at_level_0_is_a_pause_and_twice_is_once() -> None:
 @pytest.mark.parametrize(
     ("request_", "code", "said"),
     [
-        (pb.SleepRequest(level=1), grpc.StatusCode.UNIMPLEMENTED, "level 1 is not built"),
-        (pb.SleepRequest(level=2), grpc.StatusCode.UNIMPLEMENTED, "level 2 is not built"),
+        (pb.SleepRequest(level=1), grpc.StatusCode.FAILED_PRECONDITION, "started with --enable-sleep-mode"),
+        (pb.SleepRequest(level=2), grpc.StatusCode.FAILED_PRECONDITION, "started with --enable-sleep-mode"),
         (pb.SleepRequest(level=3), grpc.StatusCode.INVALID_ARGUMENT, "level=3: must be from 0 to 2"),
         (pb.SleepRequest(mode=7), grpc.StatusCode.INVALID_ARGUMENT, "mode=7"),  # type: ignore[arg-type]
         (pb.PauseGenerationRequest(mode=7), grpc.StatusCode.INVALID_ARGUMENT, "mode=7"),  # type: ignore[arg-type]
@@ -290,6 +290,6 @@ async def test_python_client_has_the_verbs() -> None:
         await admin.wake_up()
         await admin.resume()
         assert (await reader.end()).token_ids == greedy([*PROMPT, 0], 80)
-        with pytest.raises(NotBuilt, match="level 2"):
+        with pytest.raises(WrongState, match="--enable-sleep-mode"):
             await admin.sleep(2)
         assert [report.num_running async for report in admin.drain()] == [0]

@@ -47,13 +47,29 @@ class Admin:
         """Whether a pause has taken effect."""
         return bool(self._ask("IsPaused", admin_pb2.IsPausedRequest()).is_paused)
 
-    def sleep(self, level: int = 0, mode: PauseMode = "abort", *, timeout_s: float | None = None) -> None:
-        """Sleep. Level 0 pauses scheduling; mode as for ``pause``."""
-        self._ask("Sleep", admin_pb2.SleepRequest(level=level, mode=_MODES[mode]), timeout_s)
+    def sleep(
+        self, level: int = 0, mode: PauseMode = "abort", *, timeout_s: float | None = None
+    ) -> admin_pb2.SleepResponse:
+        """Sleep, and tell what each rank gave back. Level 0 pauses scheduling; mode as for ``pause``.
 
-    def wake_up(self, tags: Iterable[str] = ()) -> None:
+        Levels 1 and 2 give memory back: weights are kept elsewhere (1), or read from their source again when they wake
+        (2); what the KV cache held is lost, and computed again for requests that are kept.
+        """
+        request = admin_pb2.SleepRequest(level=level, mode=_MODES[mode])
+        answer: admin_pb2.SleepResponse = self._ask("Sleep", request, timeout_s)
+        return answer
+
+    def wake_up(self, tags: Iterable[str] = (), *, timeout_s: float | None = None) -> admin_pb2.WakeUpResponse:
         """Wake what ``tags`` name, of "weights", "kv_cache" and "scheduling"; all, where none is named."""
-        self._ask("WakeUp", admin_pb2.WakeUpRequest(tags=tags))
+        answer: admin_pb2.WakeUpResponse = self._ask("WakeUp", admin_pb2.WakeUpRequest(tags=tags), timeout_s)
+        return answer
+
+    def update_weights(self, path: str, *, timeout_s: float | None = None) -> int:
+        """Have all ranks take the weights of a model directory, or none; return the number of tensors.
+
+        Requests wait meanwhile, and go on with the new weights, which compute anew what they have.
+        """
+        return int(self._ask("UpdateWeights", admin_pb2.UpdateWeightsRequest(path=path), timeout_s).num_tensors)
 
     def sleeping_tags(self) -> list[str]:
         """Return what sleeps."""
@@ -99,13 +115,23 @@ class AsyncAdmin:
         """Whether a pause has taken effect."""
         return bool((await self._ask("IsPaused", admin_pb2.IsPausedRequest())).is_paused)
 
-    async def sleep(self, level: int = 0, mode: PauseMode = "abort", *, timeout_s: float | None = None) -> None:
-        """Sleep. Level 0 pauses scheduling."""
-        await self._ask("Sleep", admin_pb2.SleepRequest(level=level, mode=_MODES[mode]), timeout_s)
+    async def sleep(
+        self, level: int = 0, mode: PauseMode = "abort", *, timeout_s: float | None = None
+    ) -> admin_pb2.SleepResponse:
+        """Sleep, and tell what each rank gave back. Level 0 pauses scheduling."""
+        request = admin_pb2.SleepRequest(level=level, mode=_MODES[mode])
+        answer: admin_pb2.SleepResponse = await self._ask("Sleep", request, timeout_s)
+        return answer
 
-    async def wake_up(self, tags: Iterable[str] = ()) -> None:
+    async def wake_up(self, tags: Iterable[str] = (), *, timeout_s: float | None = None) -> admin_pb2.WakeUpResponse:
         """Wake what ``tags`` name; all, where none is named."""
-        await self._ask("WakeUp", admin_pb2.WakeUpRequest(tags=tags))
+        answer: admin_pb2.WakeUpResponse = await self._ask("WakeUp", admin_pb2.WakeUpRequest(tags=tags), timeout_s)
+        return answer
+
+    async def update_weights(self, path: str, *, timeout_s: float | None = None) -> int:
+        """Have all ranks take the weights of a model directory, or none; return the number of tensors."""
+        answer = await self._ask("UpdateWeights", admin_pb2.UpdateWeightsRequest(path=path), timeout_s)
+        return int(answer.num_tensors)
 
     async def sleeping_tags(self) -> list[str]:
         """Return what sleeps."""
