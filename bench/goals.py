@@ -179,3 +179,14 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     num_passed = sum(1 for line in judged if line["passed"])
     out.append(f"{num_passed} of {len(judged)} goals reached" + ("" if num_passed == len(judged) else ", the rest not"))
     return "\n".join(out)
+
+
+def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the lines as a table for a document."""
+    out = ["| what | ours | peer | unit | ratio | goal | reached |", "|---|---|---|---|---|---|---|"]
+    for line in lines:
+        ratio = f"{line['ratio']:.2f}" if line["ratio"] is not None else ""
+        cells = [line["bench"], shown(line["ours"]), shown(line["peer"]), line["unit"], ratio, line["goal"] or ""]
+        reached = "**error**" if "error" in line else {True: "yes", False: "**no**", None: ""}[line["passed"]]
+        out.append("| " + " | ".join("" if cell == "-" else cell for cell in [*cells, reached]) + " |")
+    return "\n".join(out)

@@ -67,11 +67,11 @@ class ResultFile:
 
 
 def read(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return the last line of each name in the files, in the order of the files; lines of runs themselves left out."""
+    """Return the last line of each name in the files, in the order of the first. An error counts only where nothing else is."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
-            if "bench" in line and "error" not in line:
+            if "bench" in line and ("error" not in line or line["bench"] not in found):
                 found[line["bench"]] = line
     return found

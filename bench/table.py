@@ -15,6 +15,7 @@ Examples:
   python bench/table.py --quick --rows decode-8                  # one short pair: does it work? No figures for a table
   make bench BENCH_VLLM=/opt/vllm BENCH_LLAMA=/opt/llama         # peers that are there already
   make bench BENCH_ARGS="--rows open-loop --pairs 5"
+  python bench/table.py --markdown bench/results/FILE.jsonl      # for a document
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from beside import RowFailedError, Side, run_beside, run_sweep, within
-from goals import failed_line, judged, short, table, verdict
+from goals import failed_line, judged, markdown, short, table, verdict
 from peers import places
 from processes import Surroundings
-from results import DIRECTORY, ResultFile
+from results import DIRECTORY, ResultFile, read
 from rows import SCENES, Beside, Program, Row, Scene, Sweep, chosen
 from servers import Places, Stage
 from service_chassis.errors import ConfigurationError
@@ -49,6 +50,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rows", nargs="+", metavar="ROW", default=[], help="only these; --list names them")
     parser.add_argument("--list", action="store_true", help="say what rows there are, and end")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="print a result file's newest lines, run nothing")
     parser.add_argument("--quick", action="store_true", help="one pair of less load, to see that everything works")
     parser.add_argument("--pairs", type=int, default=3, help="measurements of ours and of the peer each, default 3")
     parser.add_argument("--seed", type=int, default=1, help="of lengths, ids and arrivals, default 1")
@@ -210,6 +212,9 @@ def main() -> int:
     arguments = parse_arguments()
     if arguments.list:
         print(listing(SCENES if not arguments.rows else arguments.scenes))
+        return 0
+    if arguments.markdown:
+        print(markdown(list(read([arguments.markdown]).values())))
         return 0
     # As Ctrl-C: whatever runs is ended on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

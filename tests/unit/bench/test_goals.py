@@ -121,3 +121,18 @@ def test_table_counts_goals_and_shows_errors() -> None:
     assert [line.split()[-1] for line in shown[2:5]] == ["pass", "FAIL", "ERROR"]
     assert shown[5].strip() == "the server ended"
     assert shown[-1] == "1 of 3 goals reached, the rest not"
+
+
+def test_document_has_every_line_and_says_what_was_not_reached() -> None:
+    from goals import line_of, markdown, ours_at_most
+
+    shown = markdown(
+        [
+            line_of("bad", _figure(), [(1500.0, 1000.0)], {}),
+            line_of("good", _figure(unit="s", goal=ours_at_most(5.0)), [(4.2, None)], {}),
+        ]
+    ).splitlines()
+    assert shown[2:] == [
+        "| bad | 1,500 | 1,000 | tokens/s | 1.50 | ratio >= 1.6 | **no** |",
+        "| good | 4.20 |  | s |  | ours <= 5 s | yes |",
+    ]

@@ -211,6 +211,18 @@ def test_rows_go_on_after_rows_and_servers_that_fail_and_no_process_stays(
         assert not is_alive(pid), name
 
 
+def test_newest_line_counts_where_a_row_was_measured_twice(tmp_path: Path) -> None:
+    from results import ResultFile, read
+
+    file = ResultFile(tmp_path, "here", {"pairs": 3})
+    for line in ({"bench": "a", "ours": 1}, {"bench": "b", "ours": 2}, {"bench": "a", "ours": 3}):
+        file.append(line)
+    lost = [{"bench": name, "ours": None, "error": "no server"} for name in ("b", "c")]
+    for line in lost:
+        file.append(line)
+    assert read([file.path]) == {"a": {"bench": "a", "ours": 3}, "b": {"bench": "b", "ours": 2}, "c": lost[1]}
+
+
 def test_processor_is_named_so_that_generations_differ() -> None:
     from results import cpu_name, slug_of
 
