@@ -67,7 +67,7 @@ class ResultFile:
 
 
 def read(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return the last line of each name in the files, in the order of the first. An error counts only where nothing else is."""
+    """Return the last line of each name in the files. An error counts only where there is nothing else."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         for text in path.read_text(encoding="utf-8").splitlines():
