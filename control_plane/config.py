@@ -192,6 +192,20 @@ class ControlPlaneConfig:
     max_steps_in_flight: int = setting(2, topic=BATCH, read=read_whole, rule=at_least(1, at_most=16), metavar="STEPS")
     """Steps planned ahead of the device. 1: lock step; 2: hides the host behind the device; more hides a network."""
 
+    num_speculative_tokens: int = setting(
+        0, topic=BATCH, read=read_whole, rule=at_least(0, at_most=64), metavar="TOKENS"
+    )
+    """Tokens that a decoding row may try ahead in one step: what followed when its last tokens occurred before, in its
+    prompt or output (prompt lookup). What the model would not have sampled is dropped: outputs stay the same. 0: off.
+    Needs --max-steps-in-flight 1. Pays where text repeats itself, see docs/speculation.md."""
+
+    prompt_lookup_min: int = setting(2, topic=BATCH, read=read_whole, rule=at_least(1, at_most=64), metavar="TOKENS")
+    """How many of a row's last tokens must have occurred before, at least, for tokens to be tried ahead. More tries
+    less, and less in vain."""
+
+    prompt_lookup_max: int = setting(4, topic=BATCH, read=read_whole, rule=at_least(1, at_most=64), metavar="TOKENS")
+    """How many are compared at most: the place where most of them occurred is taken, the last one of several."""
+
     block_size: int = setting(16, topic=CACHE, read=read_whole, rule=at_least(1, at_most=1024), metavar="TOKENS")
     """Tokens in one KV block. Smaller shares more of a prefix, larger means shorter tables."""
 
@@ -430,6 +444,12 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
     faults: list[Fault] = []
     if config.num_kv_blocks == 1:
         faults.append(("num_kv_blocks", 1, "must be at least 2: block 0 takes padding writes"))
+    if config.num_speculative_tokens and config.max_steps_in_flight != 1:
+        rule = "needs --max-steps-in-flight 1: how many were accepted is known with the result, before the next step"
+        faults.append(("num_speculative_tokens", config.num_speculative_tokens, rule))
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        rule = f"must be at most --prompt-lookup-max {config.prompt_lookup_max}"
+        faults.append(("prompt_lookup_min", config.prompt_lookup_min, rule))
     if config.num_kv_blocks and config.kv_cache_memory_bytes:
         faults.append(
             ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, "must not be set together with --num-kv-blocks")

@@ -86,11 +86,11 @@ def step_tokens(result: StepResult, plan: StepPlan) -> StepTokens:
     if result.step != plan.step:
         raise ResultMismatch(f"result of step {result.step} read against the plan of step {plan.step}")
     counts = list(result.num_tokens)
-    if len(counts or result.token_ids) != len(plan.rows) or (counts and sum(counts) != len(result.token_ids)):
-        raise ResultMismatch(f"step {plan.step}: {len(result.token_ids)} tokens for {len(plan.rows)} rows that sample")
     for row, count in zip(plan.rows, counts, strict=False):
         if not 1 <= count <= 1 + plan.tries.get(row, 0):
             raise ResultMismatch(f"step {plan.step}: row {row} yields {count} tokens, which nobody asked for")
+    if len(counts or result.token_ids) != len(plan.rows) or (counts and sum(counts) != len(result.token_ids)):
+        raise ResultMismatch(f"step {plan.step}: {len(result.token_ids)} tokens for {len(plan.rows)} rows that sample")
     if tuple(vector.req_index for vector in result.vectors) != plan.pooled_rows:
         rows = [vector.req_index for vector in result.vectors]
         raise ResultMismatch(f"step {plan.step}: vectors of rows {rows}, and {list(plan.pooled_rows)} complete theirs")

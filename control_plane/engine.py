@@ -493,7 +493,7 @@ class Engine:
             except ResultMismatch as error:
                 self._group.accuse(OUTPUT_RANK, f"gave an answer that fits no plan: {error}")
                 return
-            self._constrained.take_tokens(plan, tokens.token_ids)
+            self._constrained.take_tokens(plan, tokens.first_of_each())
             self._constrained.await_step(next(iter(self._plans.values()), None))
             self._group.expect_token_digest(result.step, self._encoder.take_tokens(plan, tokens))
             self._step_rate.add(self.now(), 1)

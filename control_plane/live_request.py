@@ -218,13 +218,15 @@ class LiveRequest:
             finish: set if the token rules ended the sample with the last of ``token_ids``.
             matched_token_id: the stop id, with ``finish`` STOP.
             now: the engine's time.
-            logprobs: of ``token_ids``, a position each; None where nothing is known of them.
+            logprobs: of ``token_ids``, a position each, and perhaps of more; None where nothing is known of them.
         Returns:
             The stop string if one ended the sample here, before the token rules did.
         """
         sample = self.samples[index]
         if sample.reason is not None:
             return None
+        if logprobs is not None and len(logprobs) > len(token_ids):
+            logprobs = logprobs.part(0, len(token_ids))
         if token_ids and self.first_token_at is None and not self.has_earlier_tokens:
             self.first_token_at = now
         if self.stream is None and finish is None and not self.generation.text.stop:

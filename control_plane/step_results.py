@@ -45,13 +45,13 @@ class StepResults:
         if not result.logprobs and not self._asked:
             return tokens
         try:
-            sampled, prompts = self._logprobs(result.logprobs, plan)
+            sampled, prompts = self._logprobs(result.logprobs, plan, tokens.counts)
         except ValueError as error:
             raise ResultMismatch(f"step {plan.step}: log-probabilities: {error}") from None
         return replace(tokens, logprobs=sampled, prompt_logprobs=prompts)
 
     def _logprobs(
-        self, told: Sequence[RowLogprobs], plan: StepPlan
+        self, told: Sequence[RowLogprobs], plan: StepPlan, counts: Sequence[int]
     ) -> tuple[dict[int, Logprobs], dict[ReqIndex, PromptPart]]:
         sampled: dict[int, Logprobs] = {}
         prompts: dict[ReqIndex, PromptPart] = {}
@@ -63,8 +63,10 @@ class StepResults:
                 if place not in self._asked or plan.rows[place] != req_index:
                     raise ValueError(f"row {req_index} did not ask for those of its token")
                 columns = Logprobs.from_message(row.sampled, _sampling(plan.samples[place]).num_logprobs_plus_one)
-                if len(columns) != 1 or place in sampled:
-                    raise ValueError(f"row {req_index} samples one token, and {len(columns)} are told of")
+                count = counts[place] if counts else 1
+                if len(columns) != count or place in sampled:
+                    num_tokens = "one token" if count == 1 else f"{count} tokens"
+                    raise ValueError(f"row {req_index} samples {num_tokens}, and {len(columns)} are told of")
                 sampled[place] = columns
             if row.HasField("prompt"):
                 width = _sampling(chunks[req_index]).num_prompt_logprobs_plus_one if req_index in chunks else 0

@@ -40,6 +40,7 @@ from worker_service.sleep.backend import KV_CACHE, WEIGHTS
 from worker_service.sleep.choose import SleepOptions, choose_backend
 from worker_service.sleep.renewal import Anew, InPlace
 from worker_service.sleep.sleeping_memory import SleepingMemory
+from worker_service.speculation.tries import with_tries
 from worker_service.step_work import Mode, StepOutput, StepWork
 from worker_service.tensor_group import TensorGroup
 
@@ -248,6 +249,7 @@ class TorchModelRunner:
             assert self._outputs is not None
             assert self._kv is not None
             with torch.inference_mode(), self._explaining("step"):
+                work = with_tries(work, self._batch)
                 said = self._outputs.take(work, self._forward(self._batch.prepare(work), self._kv), self._group)
         return StepOutput(
             step=work.step,
@@ -256,6 +258,7 @@ class TorchModelRunner:
             device_us=int((time.perf_counter() - started) * 1e6),
             vectors=said.vectors,
             logprobs=said.logprobs,
+            num_tokens=said.num_tokens,
         )
 
     def _run_dummy(self, kv: KvCache, counts: list[int]) -> None:

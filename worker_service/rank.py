@@ -28,6 +28,7 @@ from service_chassis.protocol.version import (
     FEATURE_MASKS,
     FEATURE_POOLING,
     FEATURE_SLEEP,
+    FEATURE_SPECULATION,
     MAX_PROTOCOL_VERSION,
     MIN_PROTOCOL_VERSION,
 )
@@ -359,4 +360,4 @@ def _features(config: WorkerConfig) -> list[str]:
     """Return the optional features of this process: without torch only the scripted model's plain sampling is here."""
     sampling = [FEATURE_FULL_SAMPLING] if importlib.util.find_spec("torch") is not None else []
     sleep = [FEATURE_SLEEP] if config.enable_sleep_mode else []
-    return [FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING, *sampling, *sleep]
+    return [FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING, FEATURE_SPECULATION, *sampling, *sleep]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from maniple.v1.delta_log_pb2 import DeltaLogEntry
@@ -90,6 +91,8 @@ class _KnownTokens:
             self._move(work)
             sampled = work.rows[work.samples].tolist()
             token_ids = list(result.token_ids) if work.step == result.step else []
+            if len(result.num_tokens) == len(sampled):  # else one each
+                sampled = np.repeat(sampled, result.num_tokens).tolist()
             if len(sampled) != len(token_ids):
                 return False
             for req_index, token_id in zip(sampled, token_ids, strict=True):
@@ -195,6 +198,7 @@ def _limits(formation: Formation) -> BatchLimits:
         num_blocks=limits.num_blocks,
         vocab_size=formation.vocab_size,
         num_kv_groups=formation.num_kv_groups,
+        num_speculative_tokens=limits.num_speculative_tokens,
     )
 
 

@@ -35,6 +35,9 @@ from worker_service.sampling.columns import SamplingColumns, allowed
 from worker_service.sampling.logprobs import OutputLogprobs, StepLogprobs, report_arrays
 from worker_service.sampling.masked_rows import MaskedRows, of_sampled
 from worker_service.scripted_sampling import Float32Array, needs_full_sampler, sample_plainly
+from worker_service.speculation.acceptance import num_scores_of, places_of_scores
+from worker_service.speculation.agreement import Agreed, agree_on_tries
+from worker_service.speculation.tries import with_tries
 from worker_service.step_work import (
     NOT_SAMPLED,
     RAW_LOGITS,
@@ -218,6 +221,7 @@ class ScriptedRunner:
     def execute(self, work: StepWork) -> StepOutput:
         started = time.monotonic()
         fault = self._fire(work.step)
+        work = with_tries(work, self)
         spans = zip(
             work.rows.tolist(), work.num_computed_tokens.tolist(), work.num_scheduled_tokens.tolist(), strict=True
         )
@@ -227,11 +231,16 @@ class ScriptedRunner:
         vectors = self._pool(work)
         telling = StepLogprobs(self.sampling.logprobs, work, self.num_prompt_tokens)
         sampling_ns = time.monotonic_ns()
-        token_ids, logprobs = self._decide(
-            work, work.rows[work.samples], positions[work.samples], last[work.samples], telling
-        )
-        num_tokens = int(work.num_scheduled_tokens.sum())
-        wanted_s = self._options.step_time_s + num_tokens * self._options.step_time_per_token_s
+        num_tokens = None
+        if work.speculation is None:
+            token_ids, logprobs = self._decide(
+                work, work.rows[work.samples], positions[work.samples], last[work.samples], telling
+            )
+        else:
+            agreed = self._agree_on_tries(work, telling)
+            token_ids, num_tokens, logprobs = agreed.token_ids, agreed.num_tokens, agreed.logprobs
+        num_computed = int(work.num_scheduled_tokens.sum())
+        wanted_s = self._options.step_time_s + num_computed * self._options.step_time_per_token_s
         if (left_s := started + wanted_s - time.monotonic()) > 0:
             time.sleep(left_s)
         if fault is not None and fault.kind == "wrong_digest":
@@ -244,6 +253,7 @@ class ScriptedRunner:
             sampling_ns=sampling_ns,
             vectors=vectors,
             logprobs=logprobs,
+            num_tokens=num_tokens,
         )
 
     def _pool(self, work: StepWork) -> tuple[Vector, ...]:
@@ -283,12 +293,39 @@ class ScriptedRunner:
             own = telling.to_bytes(self._masked.decide(rows, chosen), sampled, self._prompt_logprobs(telling))
         token_ids, logprobs = telling.from_bytes(self._group.broadcast(own))
         self._masked.follow(rows, token_ids)
-        for row, position, token in zip(rows.tolist(), positions.tolist(), token_ids.tolist(), strict=True):
-            if token != NOT_SAMPLED:
-                self.token_ids[row, position] = token
-                self.num_tokens[row] = position + 1
-                self._token_digests[row] += token_term(row_factor(self._keys[row]), position, token)
+        given = token_ids != NOT_SAMPLED
+        self._append(rows[given], token_ids[given])
         return token_ids, of_sampled(rows, token_ids, logprobs)
+
+    def _append(self, rows: Int32Array, token_ids: Int32Array) -> None:
+        """Make one token of each row known."""
+        for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            position = int(self.num_tokens[row])
+            self.token_ids[row, position] = token
+            self.num_tokens[row] = position + 1
+            self._token_digests[row] += token_term(row_factor(self._keys[row]), position, token)
+
+    def _agree_on_tries(self, work: StepWork, telling: StepLogprobs) -> Agreed:
+        """As ``_decide``, where some rows try tokens ahead."""
+        prompts: list[Logprobs] = []
+        h: UInt64Array = np.zeros(0, np.uint64)
+        if self._group.rank == OUTPUT_RANK:
+            self._masked.await_masks(work, self.sampling)
+            prompts = self._prompt_logprobs(telling)
+            starts, counts = work.num_computed_tokens.tolist(), work.num_scheduled_tokens.tolist()
+            spans = zip(work.rows.tolist(), starts, counts, strict=True)
+            of_tokens = [self._hashes(row, start, start + count) for row, start, count in spans]
+            h = np.concatenate(of_tokens)[places_of_scores(work, num_scores_of(work))]
+        return agree_on_tries(
+            work,
+            self,
+            self._masked,
+            telling,
+            prompts,
+            self._group,
+            sample=lambda places, rows: self._sample(rows, self.num_tokens[rows], h[places]),
+            append=self._append,
+        )
 
     def _prompt_logprobs(self, telling: StepLogprobs) -> list[Logprobs]:
         """Report on the positions of prompts that are told with this step."""

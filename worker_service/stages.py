@@ -389,6 +389,13 @@ def _check_limits(limits: worker_pb2.GroupLimits, loaded: LoadOptions, facts: Mo
         if getattr(limits, field) != getattr(loaded, field):
             rule = f"must be the {getattr(loaded, field)} that the model was loaded for"
             raise InvalidParameter(f"limits.{field}", getattr(limits, field), rule)
+    if limits.num_speculative_tokens:
+        if limits.max_steps_in_flight != 1:
+            rule = "must be 1 with num_speculative_tokens: what a step accepted is known with its result"
+            raise InvalidParameter("limits.max_steps_in_flight", limits.max_steps_in_flight, rule)
+        if not 1 <= limits.prompt_lookup_min <= limits.prompt_lookup_max:
+            rule = f"must be 1 to prompt_lookup_max {limits.prompt_lookup_max}"
+            raise InvalidParameter("limits.prompt_lookup_min", limits.prompt_lookup_min, rule)
     longest = loaded.max_model_len or facts.max_position
     if limits.max_model_len > longest:
         rule = f"must be at most the {longest} that the model was loaded for"

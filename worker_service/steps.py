@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from maniple.v1 import scheduler_delta_pb2, worker_pb2
@@ -36,7 +37,7 @@ from worker_service.process_group import OUTPUT_RANK
 from worker_service.runner import ModelFacts
 from worker_service.sample_inputs import SampleInputs
 from worker_service.step_loop import CompletedStep, StepLoop
-from worker_service.step_work import NOT_SAMPLED, Int32Array, Mode, RowLogprobs, StepWork
+from worker_service.step_work import NOT_SAMPLED, Int32Array, Mode, RowLogprobs, StepWork, places_of_tokens
 from worker_service.steps_stream import StepsStream
 from worker_service.tombstones import Tombstones
 
@@ -71,6 +72,9 @@ def _new_batch(limits: worker_pb2.GroupLimits, facts: ModelFacts, tombstones: To
         num_blocks=limits.num_blocks,
         vocab_size=facts.vocab_size,
         num_kv_groups=facts.num_kv_groups,
+        num_speculative_tokens=limits.num_speculative_tokens,
+        prompt_lookup_min=limits.prompt_lookup_min,
+        prompt_lookup_max=limits.prompt_lookup_max,
     )
     ring = max(2 * limits.max_steps_in_flight, _MIN_RING)
     return Batch(
@@ -298,15 +302,16 @@ class Steps:
         if batch is None or step != self._vitals.completed[0] + 1:
             return  # of a batch that was dropped
         sampled = done.output.token_ids if done.output is not None else _NO_TOKENS
+        num_tokens = done.output.num_tokens if done.output is not None else None
         logprobs = done.output.logprobs if done.output is not None else ()
         try:
-            batch.completed.complete(done.work, sampled, done.token_digest, time.monotonic(), logprobs)
+            batch.completed.complete(done.work, sampled, done.token_digest, time.monotonic(), logprobs, num_tokens)
         except Exception as error:  # the device returned something else than was asked for: nobody would hear of it
             get_logger().error("step.not_completed", step=step, exc_info=error)
             self._on_failure(failure_of(error, step=step))
             return
         batch.sample_inputs.completed(step)
-        self._note_void(batch, done.work, sampled)
+        self._note_void(batch, done.work, sampled, num_tokens)
         self._vitals.completed = (step, done.token_digest)
         if self._tells_timings and self._stream is not None:
             self._stream.tell_timing(_timing(done))
@@ -322,7 +327,7 @@ class Steps:
             scheduler_delta_pb2.StepResult(
                 step=step,
                 token_ids=sampled[given].tolist(),
-                num_tokens=[] if given.all() else given.astype(int).tolist(),
+                num_tokens=_num_given(given, num_tokens),
                 vectors=_vectors(done),
                 logprobs=[_row_logprobs(one) for one in logprobs],
                 device_us=done.output.device_us or done.device_us,
@@ -333,9 +338,20 @@ class Steps:
             self._stream.result_ready()
 
     @staticmethod
-    def _note_void(batch: Batch, work: StepWork, sampled: Int32Array) -> None:
-        for row in work.rows[work.samples][sampled == NOT_SAMPLED].tolist() if work.mode is Mode.RUN else ():
+    def _note_void(batch: Batch, work: StepWork, sampled: Int32Array, num_tokens: Int32Array | None) -> None:
+        if work.mode is not Mode.RUN or not (void := sampled == NOT_SAMPLED).any():
+            return
+        rows, _ = places_of_tokens(work, num_tokens)
+        for row in rows[void].tolist():
             batch.state.note_void(row, batch.completed.row_key(row), len(batch.completed.known_tokens(row)))
+
+
+def _num_given(given: npt.NDArray[np.bool_], num_tokens: Int32Array | None) -> list[int]:
+    """Return how many tokens each row got, nothing where all got one; ``given`` says it of each token."""
+    if num_tokens is None:
+        return [] if given.all() else given.astype(int).tolist()
+    counts: list[int] = np.add.reduceat(given.astype(int), np.cumsum(num_tokens) - num_tokens).tolist()
+    return counts
 
 
 def _timing(done: CompletedStep) -> worker_pb2.StepsResponse.StepTiming:

@@ -22,12 +22,22 @@ from service_chassis.protocol.version import (
     FEATURE_MASKS,
     FEATURE_POOLING,
     FEATURE_SLEEP,
+    FEATURE_SPECULATION,
     MAX_PROTOCOL_VERSION,
     MIN_PROTOCOL_VERSION,
 )
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
+
+_FEATURES = [
+    FEATURE_FULL_SAMPLING,
+    FEATURE_LOGPROBS,
+    FEATURE_MASKS,
+    FEATURE_POOLING,
+    FEATURE_SLEEP,
+    FEATURE_SPECULATION,
+]
 
 # The leases of the ranks of one owner lapse within a report interval of each other.
 _JOIN_RETRY_S = 0.05
@@ -130,7 +140,7 @@ async def _join(
         owner_id=owner_id,
         owner_address=settings.owner_address,
         protocol_version=version,
-        features=[FEATURE_FULL_SAMPLING, FEATURE_LOGPROBS, FEATURE_MASKS, FEATURE_POOLING, FEATURE_SLEEP],
+        features=_FEATURES,
         rank=rank,
         world_size=executor.world_size,
         lease_ms=int(settings.lease_s * 1000),

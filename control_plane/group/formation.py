@@ -20,6 +20,7 @@ from maniple.v1 import worker_pb2
 from service_chassis.errors import InvalidParameter
 from service_chassis.ids import Epoch, Rank, Step
 from service_chassis.protocol.failure_kinds import BROKEN_COLLECTIVE
+from service_chassis.protocol.version import FEATURE_SPECULATION
 from service_chassis.telemetry import get_logger
 
 log = get_logger()
@@ -116,7 +117,7 @@ class Formation:
         model = loaded[0].model
         max_model_len = settings.max_model_len or model.max_position
         plan = self._size_kv_cache(loaded, profiled, max_model_len)
-        limits = self._limits(max_model_len, plan.num_blocks)
+        limits = self._limits(max_model_len, plan.num_blocks, grant.features)
         allocate_request = worker_pb2.AllocateKvCacheRequest(epoch=epoch, limits=limits)
         allocated = await self._on_all("AllocateKvCache", allocate_request, worker_pb2.AllocateKvCacheResponse)
         self._enter("warm up")
@@ -147,6 +148,9 @@ class Formation:
             block_size=settings.block_size,
             num_blocks=plan.num_blocks,
             max_steps_in_flight=settings.max_steps_in_flight,
+            num_speculative_tokens=limits.num_speculative_tokens,
+            prompt_lookup_min=limits.prompt_lookup_min,
+            prompt_lookup_max=limits.prompt_lookup_max,
             kv_bytes=sum(reply.kv_bytes for reply in allocated),
             step_us_per_token=max(reply.step_us_per_token for reply in profiled),
             formed_in_s=time.monotonic() - self._started_at,
@@ -184,8 +188,11 @@ class Formation:
             block_size=settings.block_size,
         )
 
-    def _limits(self, max_model_len: int, num_blocks: int) -> worker_pb2.GroupLimits:
+    def _limits(self, max_model_len: int, num_blocks: int, features: frozenset[str]) -> worker_pb2.GroupLimits:
         settings = self._settings
+        speculates = settings.num_speculative_tokens and FEATURE_SPECULATION in features
+        if settings.num_speculative_tokens and not speculates:
+            log.warning("speculation.refused", reason="a rank is of a release that tries no tokens ahead")
         return worker_pb2.GroupLimits(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -193,6 +200,9 @@ class Formation:
             block_size=settings.block_size,
             num_blocks=num_blocks,
             max_steps_in_flight=settings.max_steps_in_flight,
+            num_speculative_tokens=settings.num_speculative_tokens if speculates else 0,
+            prompt_lookup_min=settings.prompt_lookup_min if speculates else 0,
+            prompt_lookup_max=settings.prompt_lookup_max if speculates else 0,
         )
 
     def _size_kv_cache(

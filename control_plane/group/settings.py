@@ -21,6 +21,9 @@ class GroupSettings:
     kv_cache_memory_bytes: int = 0  # 0: from memory
     gpu_memory_utilization: float = 0.9
     max_steps_in_flight: int = 2
+    num_speculative_tokens: int = 0
+    prompt_lookup_min: int = 0
+    prompt_lookup_max: int = 0
     batch_invariant: bool = False
     owner_address: str = ""
 
@@ -64,6 +67,9 @@ class GroupFacts:
     block_size: int
     num_blocks: int  # the null block included
     max_steps_in_flight: int
+    num_speculative_tokens: int = 0  # 0 also where a rank lacks the feature
+    prompt_lookup_min: int = 0
+    prompt_lookup_max: int = 0
     kv_bytes: int  # summed over ranks
     step_us_per_token: float  # of the slowest rank
     formed_in_s: float

@@ -149,6 +149,11 @@ class Scheduler:
         return self._pool.num_cached
 
     @property
+    def num_accepted_tokens(self) -> int:
+        """Tokens that were tried ahead and accepted: as many steps of a row less."""
+        return self._speculation.num_accepted
+
+    @property
     def num_outstanding(self) -> int:
         """Steps without an answer."""
         return len(self._runs) + len(self._applies)

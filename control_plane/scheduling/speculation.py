@@ -31,6 +31,7 @@ class Speculation:
         self._batch = batch
         self._tables = tables
         self._block_size = block_size
+        self.num_accepted = 0  # tokens
         # Who is looked at in each step: whoever may try, and whose count has to be set right.
         self._visited: dict[Sample, None] = {}
         self._resting: defaultdict[int, list[Sample]] = defaultdict(list)  # by the tick at which they try again
@@ -117,6 +118,7 @@ class Speculation:
     def take(self, sample: Sample, num_accepted: int) -> None:
         """So many of the tokens that a living sample tried in the step before were accepted."""
         if num_accepted:
+            self.num_accepted += num_accepted
             sample.unsettled -= num_accepted
             self._batch.advance_more(sample, num_accepted)
             sample.tries_in_vain = 0

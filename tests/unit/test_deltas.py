@@ -188,9 +188,12 @@ def test_same_plans_give_the_same_bytes():
     [
         (StepResult(step=2, token_ids=[1]), "result of step 2 read against the plan of step 1"),
         (StepResult(step=1, token_ids=[1, 2]), "step 1: 2 tokens for 1 rows that sample"),
-        (StepResult(step=1, token_ids=[1], num_tokens=[2]), "other than one token"),
+        (StepResult(step=1, token_ids=[1, 2], num_tokens=[2]), "row 0 yields 2 tokens, which nobody asked for"),
+        (StepResult(step=1, token_ids=[], num_tokens=[0]), "row 0 yields 0 tokens, which nobody asked for"),
+        (StepResult(step=1, token_ids=[1, 2], num_tokens=[1]), "step 1: 2 tokens for 1 rows that sample"),
+        (StepResult(step=1, token_ids=[1, 2], num_tokens=[1, 1]), "step 1: 2 tokens for 1 rows that sample"),
     ],
-    ids=["other-step", "other-rows", "several-tokens"],
+    ids=["other-step", "other-rows", "several-tokens", "no-token", "more-than-counted", "more-rows"],
 )
 def test_result_that_does_not_fit_its_plan_is_refused(result, sentence):
     bench = Bench()

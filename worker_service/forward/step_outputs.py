@@ -16,10 +16,13 @@ from worker_service.input_batch import InputBatch
 from worker_service.models.registry import Model
 from worker_service.pooling import Float64Array, Pooler
 from worker_service.process_group import OUTPUT_RANK, ProcessGroup
-from worker_service.sampling.logprobs import StepLogprobs
+from worker_service.sampling.choose import choose_sampler
+from worker_service.sampling.logprobs import OutputLogprobs, StepLogprobs
 from worker_service.sampling.masked_rows import MaskedRows, of_sampled
-from worker_service.sampling.sampler import Sampler, check_finite
+from worker_service.sampling.sampler import check_finite
 from worker_service.sampling.tensor_logprobs import report_tensors
+from worker_service.speculation.acceptance import Int64Array, num_scores_of, places_of_scores
+from worker_service.speculation.agreement import Agreed, agree_on_tries
 from worker_service.step_work import NOT_SAMPLED, RAW_LOGITS, Float32Array, Int32Array, RowLogprobs, StepWork
 
 NOTHING_SAMPLED = np.zeros(0, np.int32)
@@ -32,13 +35,14 @@ class Said:
     token_ids: Int32Array = field(default_factory=lambda: NOTHING_SAMPLED)
     logprobs: tuple[RowLogprobs, ...] = ()
     vectors: tuple[Float32Array, ...] = ()  # on the output rank
+    num_tokens: Int32Array | None = None
 
 
 class StepOutputs:
     """Used by the device thread alone."""
 
     def __init__(self, model: Model, batch: InputBatch, device: torch.device) -> None:
-        self.sampler = Sampler(batch)
+        self.sampler = choose_sampler(batch, device)
         self._model = model
         self._batch = batch
         self._device = device
@@ -64,6 +68,9 @@ class StepOutputs:
         prompts = self._prompt_logprobs(telling, hidden)
         if len(rows) == 0 and not telling.spans:
             return Said(vectors=vectors)
+        if work.speculation is not None:
+            agreed = self._agree_on_tries(work, hidden, telling, prompts, group)
+            return Said(agreed.token_ids, agreed.logprobs, vectors, agreed.num_tokens)
         if len(hidden) > len(rows):
             last = np.cumsum(work.num_scheduled_tokens)[work.samples] - 1
             hidden = hidden[torch.from_numpy(last).to(self._device)]
@@ -73,6 +80,26 @@ class StepOutputs:
         given = sampled != NOT_SAMPLED
         batch.append(rows[given], sampled[given])
         return Said(sampled, of_sampled(rows, sampled, logprobs), vectors)
+
+    def _agree_on_tries(
+        self, work: StepWork, hidden: Tensor, telling: StepLogprobs, prompts: list[Logprobs], group: ProcessGroup
+    ) -> Agreed:
+        """As ``_agree``, where some rows try tokens ahead; append what was sampled."""
+        columns = self._batch.sampling
+        places = torch.from_numpy(places_of_scores(work, num_scores_of(work)))
+        logits = self.compute_logits(hidden[places.to(self._device)])
+        if group.rank == OUTPUT_RANK:
+            self._masked.await_masks(work, columns)
+
+        def sample(places: Int64Array, rows: Int32Array) -> tuple[Int32Array, dict[int, Logprobs]]:
+            assert logits is not None
+            noting = OutputLogprobs(columns.logprobs, rows)
+            token_ids = self.sampler.sample(logits[torch.from_numpy(places).to(self._device)], rows, noting)
+            return token_ids, noting.take(token_ids, report_tensors)
+
+        return agree_on_tries(
+            work, self._batch, self._masked, telling, prompts, group, sample=sample, append=self._batch.append
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """Return the scores of some tokens, on rank 0."""

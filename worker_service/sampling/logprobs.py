@@ -164,34 +164,53 @@ class StepLogprobs:
         self.output = OutputLogprobs(asked, work.rows[work.samples])
         self.spans = prompt_spans(asked, work, num_prompt_tokens)
 
-    def to_bytes(self, token_ids: Int32Array, sampled: Mapping[int, Logprobs], prompts: list[Logprobs]) -> bytes:
+    def to_bytes(
+        self,
+        token_ids: Int32Array,
+        sampled: Mapping[int, Logprobs],
+        prompts: list[Logprobs],
+        num_tokens: Int32Array | None = None,
+    ) -> bytes:
         """Write down what the output rank decided.
 
         Args:
             token_ids: of the rows that sample.
-            sampled: req_index -> of its token, for all of ``output``.
+            sampled: req_index -> of its tokens, for all of ``output``.
             prompts: of ``spans``, in order.
+            num_tokens: of ``token_ids``, for each of the rows; None: one each.
         """
         told = [*(sampled[row] for _, row, _ in self.output.shapes), *prompts]
-        return token_ids.tobytes() + b"".join(columns.to_bytes() for columns in told)
+        counts = num_tokens.tobytes() if num_tokens is not None else b""
+        return counts + token_ids.tobytes() + b"".join(columns.to_bytes() for columns in told)
 
     def from_bytes(self, raw: Bytes) -> tuple[Int32Array, tuple[RowLogprobs, ...]]:
-        """Read what ``to_bytes`` wrote, there or here."""
+        """Read what ``to_bytes`` wrote without counts, there or here."""
         token_ids = np.frombuffer(raw, np.int32, self._num_rows)
         if not self.output and not self.spans:
             return token_ids, ()
-        reader = _Reader(raw, token_ids.nbytes)
+        return token_ids, self._told(raw, token_ids.nbytes, token_ids, np.ones(self._num_rows, np.int32))
+
+    def several_from_bytes(self, raw: Bytes) -> tuple[Int32Array, Int32Array, tuple[RowLogprobs, ...]]:
+        """Read what ``to_bytes`` wrote with counts; return tokens, counts and the rest."""
+        num_tokens = np.frombuffer(raw, np.int32, self._num_rows)
+        token_ids = np.frombuffer(raw, np.int32, int(num_tokens.sum()), num_tokens.nbytes)
+        told = self._told(raw, num_tokens.nbytes + token_ids.nbytes, token_ids, num_tokens)
+        return token_ids, num_tokens, told
+
+    def _told(self, raw: Bytes, start: int, token_ids: Int32Array, num_tokens: Int32Array) -> tuple[RowLogprobs, ...]:
+        reader = _Reader(raw, start)
+        firsts = np.cumsum(num_tokens) - num_tokens
         of_output: dict[int, Logprobs] = {}
         for place, row, num_likeliest in self.output.shapes:
-            columns = reader.take(1, num_likeliest)
-            if token_ids[place] >= 0:  # else the row got none
+            columns = reader.take(int(num_tokens[place]), num_likeliest)
+            if token_ids[firsts[place]] >= 0:  # else the row got none
                 of_output[row] = columns
         of_prompt = {span.req_index: (reader.take(span.count, span.num_likeliest), span) for span in self.spans}
         told = []
         for row in sorted(of_output.keys() | of_prompt.keys()):
             prompt, span = of_prompt.get(row, (None, None))
             told.append(RowLogprobs(row, of_output.get(row), prompt, span.first_position if span is not None else 0))
-        return token_ids, tuple(told)
+        return tuple(told)
 
 
 class _Reader:
