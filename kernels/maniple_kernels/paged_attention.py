@@ -125,7 +125,8 @@ def _attend_capped(
 ) -> Tensor:
     """Return [num_queries, num_heads, head_dim]; torch's attention has no cap."""
     group = query.shape[1] // keys.shape[0]
-    grouped = query.transpose(0, 1).unflatten(0, (-1, group)).float()  # [num_kv_heads, group, num_queries, head_dim]
+    # [num_kv_heads, group, num_queries, head_dim]
+    grouped = query.transpose(0, 1).reshape(keys.shape[0], group, len(query), -1).float()
     scores = grouped @ keys.float().transpose(1, 2)[:, None] * scale
     scores = (soft_cap * torch.tanh(scores / soft_cap)).masked_fill(~visible, -math.inf)
     attended = scores.softmax(dim=-1) @ values.float()[:, None]

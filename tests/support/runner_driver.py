@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker_service.forward.assemble import ForwardOptions
 from worker_service.model_runner import TorchModelRunner
 from worker_service.process_group import ProcessGroup
 from worker_service.runner import LoadOptions
@@ -34,11 +35,14 @@ class RunnerDriver:
         budget: int = 256,
         num_threads: int = 1,
         group: ProcessGroup | None = None,
+        forward: ForwardOptions | None = None,
         **options: object,
     ) -> None:
         """Load; as one of several ranks where a group is given."""
         rank, world_size = (group.rank, group.world_size) if group else (0, 1)
-        self.runner = TorchModelRunner(device="cpu", rank=rank, world_size=world_size, num_threads=num_threads)
+        self.runner = TorchModelRunner(
+            device="cpu", rank=rank, world_size=world_size, num_threads=num_threads, forward=forward
+        )
         if group is not None:
             self.runner.join(group)
         defaults = {"dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": budget, "max_model_len": 256}

@@ -33,7 +33,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[Cut], None]) -> CudaRecording:
         graphs: list[torch.cuda.CUDAGraph] = []

@@ -29,7 +29,9 @@ class StagedArray:
         turns = _TURNS if is_cuda else 1
         size = math.prod(shape)
         self._pinned = [torch.zeros(size, dtype=dtype, pin_memory=is_cuda) for _ in range(turns)]
-        self._copied = [torch.cuda.Event() for _ in range(turns)] if is_cuda else []
+        self._copied: list[torch.cuda.Event] = []
+        if is_cuda:
+            self._copied = [torch.cuda.Event() for _ in range(turns)]  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def put(self, values: npt.NDArray[np.generic], *, num_padding: int = 0) -> Tensor:

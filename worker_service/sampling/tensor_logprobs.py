@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maniple_kernels.backend import fits_gpu_kernels
+from worker_service.forward.device_copies import to_device
 from worker_service.sampling.logprobs import ScoreReport, first_of_each
 from worker_service.step_work import Int32Array
 
@@ -19,6 +21,8 @@ def report_tensors(scores: Tensor, tokens: Int32Array, num_likeliest: int, norma
         num_likeliest: ids beside the token itself; at most the vocabulary.
         normalize: report log-softmax instead of the scores.
     """
+    if fits_gpu_kernels(scores):
+        return _report_by_kernels(scores, tokens, num_likeliest, normalize)
     own_ids = torch.from_numpy(tokens).to(scores.device, torch.int64)[:, None]
     own = scores.gather(1, own_ids)
     ranks = 1 + (scores > own).sum(dim=1, dtype=torch.int32)
@@ -31,6 +35,24 @@ def report_tensors(scores: Tensor, tokens: Int32Array, num_likeliest: int, norma
     reported = scores.log_softmax(dim=1) if normalize else scores
     # A masked row with nothing left has no distribution: all of it is as impossible as before.
     values = reported.gather(1, ids.to(scores.device)).nan_to_num(nan=-torch.inf, neginf=-torch.inf).cpu()
+    return ScoreReport(ids.to(torch.int32).numpy(), values.numpy(), ranks.cpu().numpy())
+
+
+def _report_by_kernels(scores: Tensor, tokens: Int32Array, num_likeliest: int, normalize: bool) -> ScoreReport:
+    """As ``report_tensors``, with one pass over the scores for the tokens themselves."""
+    from maniple_kernels.gpu.logprobs import gather_logprobs
+
+    own_ids = to_device(tokens, scores.device)
+    scores = scores.contiguous()
+    logprobs, ranks, normalizers = gather_logprobs(scores, own_ids)
+    ids = torch.from_numpy(tokens.astype(np.int64))[:, None]
+    if num_likeliest:
+        ids = torch.cat([ids, _likeliest(scores, num_likeliest)], dim=1)
+    values = scores.gather(1, ids.to(scores.device))
+    if normalize:
+        values -= normalizers[:, None]
+        values[:, 0] = logprobs
+    values = values.nan_to_num(nan=-torch.inf, neginf=-torch.inf).cpu()
     return ScoreReport(ids.to(torch.int32).numpy(), values.numpy(), ranks.cpu().numpy())
 
 

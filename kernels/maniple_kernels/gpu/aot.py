@@ -198,9 +198,9 @@ def _elementwise(architecture: int, kind: str) -> Iterator[Variant]:
 def _sampling(architecture: int) -> Iterator[Variant]:
     for name, function, types in (
         ("sample", sample.sample_row, "*fp32 *fp32 *i32 *fp32 *fp32 *i32 *i32 i32 i32"),
-        ("penalize", penalties.penalize_tile, "*fp32 *u8 *i32 *fp32 *fp32 *fp32 i32 i32"),
+        ("penalize", penalties.penalize_tile, "*fp32 *i32 *i32 *u8 *i32 *fp32 *fp32 *fp32 i32 i32"),
         ("mask", mask.mask_tile, "*fp32 *i32 *i32 i32 i32 i32"),
-        ("logprobs", logprobs.gather_row, "*fp32 *i32 *fp32 *i32 i32 i32"),
+        ("logprobs", logprobs.gather_row, "*fp32 *i32 *fp32 *i32 *fp32 i32 i32"),
     ):
         shape = shape_of(name, architecture)
         yield _variant(name, architecture, "fp32", function, types, {"COLUMNS": shape.columns}, shape)

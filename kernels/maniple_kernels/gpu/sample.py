@@ -83,7 +83,7 @@ def sample_row(
     for start in range(0, vocab_size, COLUMNS):
         score = tl.load(scores_ptr + start + lane, mask=start + lane < vocab_size, other=float("-inf"))
         highest = tl.maximum(highest, score)
-    top = tl.max(highest, 0) / divisor
+    top = tl.div_rn(tl.max(highest, 0), divisor)
 
     # Kept: score > threshold, and of those that equal it the first num_equal ids. At first all that is not -inf.
     threshold = -3.4028234663852886e38
@@ -97,7 +97,7 @@ def sample_row(
             count = 0
             for start in range(0, vocab_size, COLUMNS):
                 score = tl.load(scores_ptr + start + lane, mask=start + lane < vocab_size, other=float("-inf"))
-                count += tl.sum((_order_of(score / divisor) >= middle).to(tl.int32), 0)
+                count += tl.sum((_order_of(tl.div_rn(score, divisor)) >= middle).to(tl.int32), 0)
             if count >= top_k:
                 low = middle
             else:
@@ -106,7 +106,8 @@ def sample_row(
     if is_filtered & (top_p < 1):
         total = 0.0
         for start in range(0, vocab_size, COLUMNS):
-            score = tl.load(scores_ptr + start + lane, mask=start + lane < vocab_size, other=float("-inf")) / divisor
+            score = tl.load(scores_ptr + start + lane, mask=start + lane < vocab_size, other=float("-inf"))
+            score = tl.div_rn(score, divisor)
             total += tl.sum(tl.where(score >= threshold, tl.exp(score - top), 0.0), 0)
         wanted = top_p * total
         low = _order_of(threshold + 0.0 * top)
@@ -115,9 +116,8 @@ def sample_row(
             middle = _middle(low, high)
             weight = 0.0
             for start in range(0, vocab_size, COLUMNS):
-                score = (
-                    tl.load(scores_ptr + start + lane, mask=start + lane < vocab_size, other=float("-inf")) / divisor
-                )
+                score = tl.load(scores_ptr + start + lane, mask=start + lane < vocab_size, other=float("-inf"))
+                score = tl.div_rn(score, divisor)
                 weight += tl.sum(tl.where(_order_of(score) >= middle, tl.exp(score - top), 0.0), 0)
             if weight >= wanted:
                 low = middle
@@ -126,7 +126,8 @@ def sample_row(
         nucleus = tl.where(low < 0, low ^ 0x7FFFFFFF, low).to(tl.float32, bitcast=True)
         above = 0.0
         for start in range(0, vocab_size, COLUMNS):
-            score = tl.load(scores_ptr + start + lane, mask=start + lane < vocab_size, other=float("-inf")) / divisor
+            score = tl.load(scores_ptr + start + lane, mask=start + lane < vocab_size, other=float("-inf"))
+            score = tl.div_rn(score, divisor)
             above += tl.sum(tl.where(score > nucleus, tl.exp(score - top), 0.0), 0)
         num_equal = tl.maximum(tl.ceil((wanted - above) / tl.exp(nucleus - top)), 1.0).to(tl.int32)
         threshold = nucleus
@@ -141,7 +142,8 @@ def sample_row(
     num_seen = 0  # that equal the threshold
     for start in range(0, vocab_size, COLUMNS):
         ids = start + lane
-        score = tl.load(scores_ptr + ids, mask=ids < vocab_size, other=float("-inf")) / divisor
+        score = tl.load(scores_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+        score = tl.div_rn(score, divisor)
         if is_filtered:
             equals = (score == threshold).to(tl.int32)
             place = num_seen + tl.cumsum(equals, 0)  # from 1

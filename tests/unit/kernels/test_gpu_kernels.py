@@ -229,12 +229,15 @@ def test_gates_are_the_references(dtype: torch.dtype, size: int) -> None:
 def test_log_probabilities_are_the_reference() -> None:
     scores, token_ids = torch.randn(4, 1003) * 3, torch.tensor([0, 5, 1002, 77], dtype=torch.int32)
     scores[1, 100:900] = float("-inf")
+    scores[3, 60:90] = scores[3, 77]  # of equals the lower ids come first
     actual, expected = (
         logprobs.gather_logprobs(scores, token_ids),
         logprobs.gather_logprobs_reference(scores, token_ids),
     )
     near(actual[0], expected[0])
+    near(actual[2], expected[2])
     assert actual[1].tolist() == expected[1].tolist()
+    assert actual[1][3] == 1 + int((scores[3] > scores[3, 77]).sum()) + 17
 
 
 def test_mask_is_the_reference() -> None:
@@ -248,13 +251,19 @@ def test_mask_is_the_reference() -> None:
 
 
 def test_penalties_are_the_reference() -> None:
-    scores, seen = torch.randn(4, 1003), (torch.rand(4, 1003) < 0.3).to(torch.uint8)
-    counts = torch.randint(0, 3, (4, 1003), dtype=torch.int32)
+    scores, seen = torch.randn(6, 1003), (torch.rand(5, 1003) < 0.3).to(torch.uint8)
+    scores[3, :40], scores[3, 40:80], scores[3, 80:120] = 3e38, -3e38, float("-inf")
+    counts = torch.randint(0, 3, (5, 1003), dtype=torch.int32)
     factors = [torch.tensor([1.0, 1.3, 1.0, 0.5]), torch.tensor([0.0, 0.0, 0.7, -1.0]), torch.tensor([0, 0.2, 0, 1.5])]
-    expected = penalties.penalize_reference(scores, seen, counts, *factors)
-    assert torch.equal(expected[0], scores[0])
-    penalties.penalize_(scores, seen, counts, *factors)
-    near(scores, expected)
+    rows, slots = (torch.tensor(places, dtype=torch.int32) for places in ([0, 4, 5, 3], [1, 4, 0, 2]))
+    before = scores.clone()
+    expected = penalties.penalize_reference(scores, rows, slots, seen, counts, *factors)
+    assert torch.equal(expected[0], scores[0])  # everything off
+    penalties.penalize_(scores, rows, slots, seen, counts, *factors)
+    assert torch.equal(scores, expected)
+    assert torch.equal(scores[1:3], before[1:3])  # rows that were not named
+    assert not scores.isnan().any()
+    assert (scores[3, :80][seen[2, :80].bool()].abs() < 1.8e38).all()
 
 
 def draw(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, keys: tuple[int, int]) -> int:
