@@ -361,8 +361,7 @@ class Engine:
 
         Rows that run are computed anew, once there are steps again.
         """
-        self._scheduler.preempt_all()
-        self._scheduler.forget_prefix_cache()
+        self._scheduler.clear_cache()
         self._wake.set()
         await self.stand_still()
 

@@ -37,6 +37,7 @@ class Rest:
         self._ends_pause = False  # with the last tag that wakes; else somebody else has to
         self._is_awake = asyncio.Event()
         self._is_awake.set()
+        self.num_held_back = 0  # lost groups that wait for that
         self._changing = asyncio.Lock()
         self._late: set[asyncio.Task[None]] = set()  # groups that came while all others slept
         self.weights_path = ""  # of weights that replaced those of the model
@@ -181,7 +182,11 @@ class Rest:
 
     async def until_awake(self) -> None:
         """Wait until nothing sleeps: the memory that a group needs was given away."""
-        await self._is_awake.wait()
+        self.num_held_back += 1
+        try:
+            await self._is_awake.wait()
+        finally:
+            self.num_held_back -= 1
 
     def take(self, engine: Engine) -> None:
         """Bring the sleep of a group that comes, and that of the others, together."""

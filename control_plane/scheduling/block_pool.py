@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from control_plane.scheduling.block_events import BlockContents, BlockEvent, BlockRemoved, BlockStored
+from control_plane.scheduling.block_events import BlockContents, BlockEvent, BlockRemoved, BlockStored, CacheCleared
 from service_chassis.ids import BlockId
 
 
@@ -139,6 +139,15 @@ class BlockPool:
             self._forget(block)
         self._free.extend(self._cached)
         self._cached.clear()
+
+    def clear(self) -> None:
+        """Forget the contents of all blocks: the memory goes. No row holds one."""
+        assert self.num_available == self.num_total, "a row holds blocks"
+        events, self._events = self._events, None
+        self.forget_cached()
+        self._events = events
+        if events is not None:
+            events.append(CacheCleared())
 
     def _forget(self, block: BlockId) -> None:
         name, _, contents = self._named.pop(block)

@@ -332,8 +332,8 @@ class Scheduler:
         self._pool.forget_cached()
         self._forget = True
 
-    def preempt_all(self) -> None:
-        """Take the blocks of every sample, before the cache loses what it holds; the next delta says so.
+    def clear_cache(self) -> None:
+        """Take the blocks of every sample and forget what all blocks hold; the next delta says so.
 
         No step is outstanding. All that run come back as after any preemption, computed anew.
         """
@@ -341,6 +341,8 @@ class Scheduler:
         draft = _Draft(self.step, 0.0)
         for sample in list(self._batch.resident()):
             self._preempt(draft, sample)
+        self._pool.clear()
+        self._forget = True
 
     # --- for those who follow what is cached
 

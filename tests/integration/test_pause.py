@@ -15,61 +15,14 @@ from maniple.v1 import admin_pb2 as pb
 from maniple.v1 import inference_pb2
 from maniple_client import AsyncClient, WrongState
 from service_chassis.scripted import fail_at
+from support.door_readers import PROMPT, Reader, counts, refused, running
 from support.faults import model_with
-from support.real_doors import RealDoors, real_doors
+from support.real_doors import real_doors
 from support.scripted_reference import greedy
 from support.waiting import until
 
-PROMPT = [5, 250, 17, 0]
 SLOW = model_with(step_time_s=0.005)
 LONG = 3000  # tokens that nobody waits for
-
-
-class Reader:
-    """One stream, read as it comes."""
-
-    def __init__(self, call: Any) -> None:
-        self.call = call
-        self.token_ids: list[int] = []
-        self.reason: int | None = None
-        self.error: grpc.aio.AioRpcError | None = None
-        self.task = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        try:
-            async for response in self.call:
-                match response.WhichOneof("event"):
-                    case "chunk":
-                        self.token_ids += response.chunk.token_ids
-                    case "finished":
-                        self.reason = response.finished.reason
-        except grpc.aio.AioRpcError as error:
-            self.error = error
-        except asyncio.CancelledError:
-            pass  # by the test itself
-
-    async def end(self) -> Reader:
-        await self.task
-        return self
-
-
-async def running(doors: RealDoors, count: int, max_tokens: int) -> list[Reader]:
-    """Begin streams and wait until all of them bring tokens."""
-    readers = [Reader(doors.generate(f"r{n}", [*PROMPT, n], max_tokens)) for n in range(count)]
-    await until(lambda: all(reader.token_ids for reader in readers), "tokens for all")
-    return readers
-
-
-def counts(doors: RealDoors) -> tuple[int, int]:
-    status = doors.fleet.status()
-    return status.num_running, status.num_waiting
-
-
-async def refused(doors: RealDoors, request_id: str) -> grpc.aio.AioRpcError:
-    reader = await Reader(doors.generate(request_id, PROMPT, 3)).end()
-    assert reader.error is not None
-    assert not reader.token_ids
-    return reader.error
 
 
 async def test_keep_freezes_what_runs_and_queues_what_comes_and_nobody_loses_a_token() -> None:

@@ -23,8 +23,9 @@ SERVICES = (inference.SERVICE, vllm_engine.SERVICE, admin.SERVICE, health.SERVIC
 class RealDoors:
     """Clients of every door, and the groups behind them."""
 
-    def __init__(self, running: RunningFleet, channel: grpc.aio.Channel) -> None:
+    def __init__(self, running: RunningFleet, channel: grpc.aio.Channel, address: str) -> None:
         self.running = running
+        self.address = address
         self.fleet = running.fleet
         self.channel = channel
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -72,6 +73,6 @@ async def real_doors(*models: str | Sequence[str], **config: Any) -> AsyncIterat
         await server.start()
         async with grpc.aio.insecure_channel(address) as channel:
             try:
-                yield RealDoors(running, channel)
+                yield RealDoors(running, channel, address)
             finally:
                 await server.stop(0)
