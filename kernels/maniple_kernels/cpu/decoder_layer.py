@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit, prange
 
 from maniple_kernels.cpu.linear import ROWS
-from maniple_kernels.cpu.paged_attention import _attend
+from maniple_kernels.cpu.paged_attention import attend
 from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
 from maniple_kernels.cpu.rms_norm import _normalize
 from maniple_kernels.cpu.silu_mul import gate
@@ -155,7 +155,7 @@ def run_layer(
     for item in prange(len(tiles) * num_kv_heads):
         request, first, count, position = tiles[item // num_kv_heads]
         head = item % num_kv_heads
-        _attend(qkv, keys, values, tables[request], first, count, position, head, shape, scale, window, attended)
+        attend(qkv, keys, values, tables[request], first, count, position, head, shape, scale, window, attended)
 
     for panel in prange(size // PANEL):
         _add_panel(attended, num_tokens, attended_size, output_panels, output_bias, panel, residual, size)

@@ -1,4 +1,9 @@
-"""Paged attention on the CPU: walk the block table, widen each block once for the heads and queries that share it."""
+"""Paged attention on the CPU: walk the block table, load each block once for the heads and queries that share it.
+
+Keys are taken 64 at a time: scores, then their weights, then the weighted values. The spans of 64 begin at multiples of
+64 in the request, so what one query computes is the same in any tile: spans and vectors that it may not look at add
+exact zeros to it.
+"""
 
 # mypy: ignore-errors
 # (numba compiles these bodies with types of its own)
@@ -7,17 +12,18 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
+from maniple_kernels.cpu.cache_products import multiply_cached
 from maniple_kernels.cpu.simd import (
     LANES,
     add,
     exp2,
-    fma,
     keep_below,
+    keep_from,
     load,
     max_lanes,
+    maximum,
     mul,
     splat,
-    splat_at,
     store,
     sub,
     sum_lanes,
@@ -25,76 +31,101 @@ from maniple_kernels.cpu.simd import (
 
 LEAST = np.float32(-1e30)  # finite, so that differences of two of them are no NaN
 ZERO = np.float32(0.0)
+_SPAN = 64  # keys
 
 
 @njit(error_model="numpy", cache=True)
-def _attend(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out):
-    """Attend for the queries [first_query, first_query + num_queries) of one request and one KV head.
+def _keep_visible(x, first, hidden, count, otherwise):
+    """Return the lanes of keys [hidden, count) of a span, of the vector that begins at key ``first``."""
+    return keep_from(keep_below(x, count - first, otherwise), hidden - first, otherwise)
 
-    Online softmax over the blocks in table order. What one query sees is the same in any tile: blocks that it may not
-    look at are skipped for it, and masked lanes add exact zeros.
+
+@njit(error_model="numpy", cache=True)
+def _weigh(scores, at, first, last, hidden, count, scale, top, total, row, weights):
+    """Turn a row's scores of the vectors [first, last) of a span into weights; return the factor of what came before.
+
+    The row sees the keys [hidden, count) of the span.
     """
+    largest = splat(LEAST)
+    for i in range(first, last, LANES):
+        value = _keep_visible(mul(load(scores, at + i), splat(scale)), i, hidden, count, LEAST)
+        store(scores, at + i, value)
+        largest = maximum(largest, value)
+    new_top = max(top[row], max_lanes(largest))
+    sums = splat(ZERO)
+    for i in range(first, last, LANES):
+        weight = _keep_visible(exp2(sub(load(scores, at + i), splat(new_top))), i, hidden, count, ZERO)
+        store(weights, at + i, weight)
+        sums = add(sums, weight)
+    rescale = max_lanes(exp2(splat(top[row] - new_top)))
+    top[row] = new_top
+    total[row] = total[row] * rescale + sum_lanes(sums)
+    return rescale
+
+
+@njit(error_model="numpy", cache=True)
+def _copy_visible(values, base, dim, begin, end, copy):
+    """Copy the rows [begin, end) of 16 values, and zeros for the others: what lies there is not ours, nor finite."""
+    for t in range(LANES):
+        for d in range(0, dim, LANES):
+            store(copy, t * dim + d, load(values, base + t * dim + d) if begin <= t < end else splat(ZERO))
+
+
+@njit(error_model="numpy", cache=True)
+def attend(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out):
+    """Attend for the queries [first_query, first_query + num_queries) of one request and one KV head."""
     num_kv_heads, group, dim, block_size, stride = shape
     num_rows = num_queries * group
     acc = np.zeros(num_rows * dim, np.float32)
     top = np.full(num_rows, LEAST, np.float32)
     total = np.zeros(num_rows, np.float32)
-    wide_k = np.empty(dim * block_size, np.float32)
-    wide_v = np.empty(dim * block_size, np.float32)
-    weights = np.empty(LANES, np.float32)
-    end = position + num_queries  # keys [0, end) exist for the last query of the tile
-    begin = max(0, position - window + 1) if window > 0 else 0
-    for block in range(begin // block_size, (end + block_size - 1) // block_size):
-        base = (table[block] * num_kv_heads + head) * dim * block_size
-        for i in range(0, dim * block_size, LANES):
-            store(wide_k, i, load(keys, base + i))
-            store(wide_v, i, load(values, base + i))
-        for i in range(num_queries):
-            last = position + i  # the query's own position, the last it sees
-            least = max(0, last - window + 1) if window > 0 else 0
-            for lane0 in range(0, block_size, LANES):
-                start = block * block_size + lane0
-                if start > last or start + LANES <= least:
-                    continue
-                count = min(LANES, last + 1 - start)
-                hidden = max(0, least - start)
-                for g in range(group):
-                    row = i * group + g
-                    q = (first_query + i) * stride + (head * group + g) * dim
-                    s0 = splat(ZERO)
-                    s1 = s0
-                    s2 = s0
-                    s3 = s0
-                    for d in range(0, dim, 4):
-                        k = d * block_size + lane0
-                        s0 = fma(splat_at(query, q + d), load(wide_k, k), s0)
-                        s1 = fma(splat_at(query, q + d + 1), load(wide_k, k + block_size), s1)
-                        s2 = fma(splat_at(query, q + d + 2), load(wide_k, k + 2 * block_size), s2)
-                        s3 = fma(splat_at(query, q + d + 3), load(wide_k, k + 3 * block_size), s3)
-                    scores = mul(add(add(s0, s1), add(s2, s3)), splat(scale))
-                    scores = keep_below(scores, count, LEAST)
-                    if hidden > 0:
-                        scores = add(scores, keep_below(splat(LEAST), hidden, ZERO))
-                    new_top = max(top[row], max_lanes(scores))
-                    rescale = exp2(sub(splat_at(top, row), splat(new_top)))
-                    top[row] = new_top
-                    share = keep_below(exp2(sub(scores, splat(new_top))), count, ZERO)
-                    if hidden > 0:
-                        share = sub(share, keep_below(share, hidden, ZERO))
-                    store(weights, 0, share)
-                    total[row] = sum_lanes(fma(keep_below(splat_at(total, row), 1, ZERO), rescale, share))
-                    for d in range(0, dim, LANES):
-                        sums = mul(load(acc, row * dim + d), rescale)
-                        for t in range(hidden, count):
-                            sums = fma(splat_at(weights, t), load(wide_v, (lane0 + t) * dim + d), sums)
-                        store(acc, row * dim + d, sums)
+    scores = np.empty(num_rows * _SPAN, np.float32)
+    weights = np.empty(num_rows * _SPAN, keys.dtype)
+    rounded = np.empty(num_rows * dim, keys.dtype)
+    copy = np.empty(LANES * dim, keys.dtype)
     for i in range(num_queries):
-        for g in range(group):
-            row = i * group + g
-            inverse = splat(np.float32(1.0) / total[row])
-            o = (((first_query + i) * num_kv_heads + head) * group + g) * dim
-            for d in range(0, dim, LANES):
-                store(out, o + d, mul(load(acc, row * dim + d), inverse))
+        for d in range(0, group * dim, LANES):
+            store(rounded, i * group * dim + d, load(query, (first_query + i) * stride + head * group * dim + d))
+    end = position + num_queries  # keys [0, end) exist for the last query of the tile
+    begin = max(0, position - window + 1) if window > 0 else 0  # keys before are for none of the tile
+    for span in range(begin // _SPAN * _SPAN, end, _SPAN):
+        first = max(0, (begin - span) // LANES * LANES)
+        last = min(_SPAN, (end - span + LANES - 1) // LANES * LANES)
+        for i in range(first, last, 2 * LANES):
+            j = i + LANES if i + LANES < last else i
+            block, other = table[(span + i) // block_size], table[(span + j) // block_size]
+            starts = (
+                (block * num_kv_heads + head) * dim * block_size + (span + i) % block_size,
+                (other * num_kv_heads + head) * dim * block_size + (span + j) % block_size,
+            )
+            multiply_cached(rounded, 0, dim, num_rows, dim, keys, starts, block_size, scores, (i, j), _SPAN, True)
+        for row in range(num_rows):
+            own = position + row // group  # the query's own position, the last it sees
+            least = max(0, own - window + 1) if window > 0 else 0
+            rescale = _weigh(
+                scores, row * _SPAN, first, last, least - span, own + 1 - span, scale, top, total, row, weights
+            )
+            if rescale != np.float32(1.0):
+                for d in range(0, dim, LANES):
+                    store(acc, row * dim + d, mul(load(acc, row * dim + d), splat(rescale)))
+        for i in range(first, last, LANES):
+            block = table[(span + i) // block_size]
+            base = ((block * num_kv_heads + head) * block_size + (span + i) % block_size) * dim
+            whole = span + i >= begin and span + i + LANES <= end
+            if not whole:
+                _copy_visible(values, base, dim, begin - span - i, end - span - i, copy)
+            for d in range(0, dim, 2 * LANES):
+                e = d + LANES if d + LANES < dim else d
+                if whole:
+                    at = base + d, base + e
+                    multiply_cached(weights, i, _SPAN, num_rows, LANES, values, at, dim, acc, (d, e), dim, False)
+                else:
+                    multiply_cached(weights, i, _SPAN, num_rows, LANES, copy, (d, e), dim, acc, (d, e), dim, False)
+    for row in range(num_rows):
+        inverse = splat(np.float32(1.0) / total[row])
+        start = (first_query + row // group) * num_kv_heads * group + head * group + row % group
+        for d in range(0, dim, LANES):
+            store(out, start * dim + d, mul(load(acc, row * dim + d), inverse))
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True)
@@ -116,4 +147,4 @@ def attend_tiles(query, keys, values, tables, tiles, shape, scale, window, out):
     for item in prange(len(tiles) * num_kv_heads):
         request, first, count, position = tiles[item // num_kv_heads]
         head = item % num_kv_heads
-        _attend(query, keys, values, tables[request], first, count, position, head, shape, scale, window, out)
+        attend(query, keys, values, tables[request], first, count, position, head, shape, scale, window, out)

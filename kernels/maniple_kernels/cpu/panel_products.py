@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from maniple_kernels.cpu.simd import LANES, _element, _spread
+from maniple_kernels.cpu.simd import BFLOAT, LANES, _element, _spread, has_feature
 
 PANEL = 32  # outputs
 _VECTORS = PANEL // LANES
@@ -27,36 +26,32 @@ _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VF32, _VI32 = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
-class _BFloat(ir.types.Type):
-    """LLVM's type, which llvmlite does not know."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 
 
 def has_products(*, bfloat16: bool) -> bool:
     """Say whether this CPU has the instructions and the registers that the loop is laid out for."""
-    features = llvmlite.binding.get_host_cpu_features()
-    return bool(features.get("avx512f") and (features.get("avx512bf16") or not bfloat16))
+    return has_feature("avx512f") and (has_feature("avx512bf16") or not bfloat16)
 
 
-def _multiply_add(builder: Any, total: Any, x: Any, weights: Any) -> Any:
-    if weights.type == _PAIRS:
-        name, signature = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(_VF32, [_VF32, _PAIRS, _PAIRS])
-        arguments = [total, builder.bitcast(x, _PAIRS), weights]
-    else:
-        name, signature = "llvm.fma.v16f32", ir.FunctionType(_VF32, [_VF32] * 3)
-        arguments = [x, weights, total]
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+def multiply_add(builder: Any, total: Any, x: Any, weights: Any) -> Any:
+    """Return total + x * weights, lane by lane; weights of 32 bfloat16 are pairs, whose two products are added."""
+
+    def fma(x: Any, y: Any, z: Any) -> Any:
+        function = ir.FunctionType(_VF32, [_VF32] * 3)
+        return builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.fma.v16f32"), [x, y, z])
+
+    if weights.type == _VF32:
+        return fma(x, weights, total)
+    if has_feature("avx512bf16"):
+        function = ir.FunctionType(_VF32, [_VF32, _PAIRS, _PAIRS])
+        function = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512bf16.dpbf16ps.512")
+        return builder.call(function, [total, builder.bitcast(x, _PAIRS), builder.bitcast(weights, _PAIRS)])
+    shift, mask = ir.Constant(_VI32, [16] * LANES), ir.Constant(_VI32, [-65536] * LANES)
+    for widen in (lambda bits: builder.shl(bits, shift), lambda bits: builder.and_(bits, mask)):
+        left, right = (builder.bitcast(widen(builder.bitcast(pair, _VI32)), _VF32) for pair in (x, weights))
+        total = fma(left, right, total)
+    return total
 
 
 def _products_of(num_rows: int) -> Any:
@@ -100,7 +95,7 @@ def _products_of(num_rows: int) -> Any:
             sums = []
             for row in range(num_rows):
                 value = _spread(builder, load(builder.gep(rows[row], [place]), scalar), ir.VectorType(scalar, LANES))
-                sums.append([_multiply_add(builder, totals[row][v], value, weights[v]) for v in range(_VECTORS)])
+                sums.append([multiply_add(builder, totals[row][v], value, weights[v]) for v in range(_VECTORS)])
             following = builder.add(place, _I64(step))
             place.add_incoming(_I64(0), before)
             place.add_incoming(following, loop)

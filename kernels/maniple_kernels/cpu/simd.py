@@ -9,9 +9,11 @@ Arrays of uint16 hold bfloat16 bits: they widen on load and round to nearest eve
 # (numba compiles these bodies with types of its own)
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
 import numpy as np
 import torch
 from llvmlite import ir
@@ -24,6 +26,29 @@ LANES = 16
 _F32, _I16, _I32 = ir.FloatType(), ir.IntType(16), ir.IntType(32)
 _VF32, _VI16, _VI32 = (ir.VectorType(scalar, LANES) for scalar in (_F32, _I16, _I32))
 _UNDEFINED = ir.Constant(_VF32, ir.Undefined)
+
+
+class _BFloat(ir.types.Type):
+    """LLVM's type, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOAT = _BFloat()
+_VBF16 = ir.VectorType(BFLOAT, LANES)
+
+
+@functools.cache
+def has_feature(name: str) -> bool:
+    """Say whether the CPU that is compiled for, this one, has instructions by LLVM's name of them."""
+    return bool(llvmlite.binding.get_host_cpu_features().get(name))
 
 
 def flat(tensor: Tensor) -> Any:
@@ -97,6 +122,13 @@ def store(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
             written = builder.store(arguments[2], builder.bitcast(pointer, _VF32.as_pointer()))
             written.align = 4
             return context.get_dummy_value()
+        if has_feature("avx512bf16"):
+            narrow = ir.FunctionType(_VBF16, [_VF32])
+            function = cgutils.get_or_insert_function(builder.module, narrow, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+            rounded = builder.call(function, [arguments[2]])
+            written = builder.store(rounded, builder.bitcast(pointer, _VBF16.as_pointer()))
+            written.align = 2
+            return context.get_dummy_value()
         bits = builder.bitcast(arguments[2], _VI32)
         odd = builder.and_(builder.lshr(bits, _vi32(16)), _vi32(1))
         rounded = builder.lshr(builder.add(builder.add(bits, _vi32(0x7FFF)), odd), _vi32(16))
@@ -141,6 +173,18 @@ def keep_below(typing_context: Any, value: Any, count: Any, otherwise: Any) -> A
         bound = _spread(builder, builder.trunc(arguments[1], _I32), _VI32)
         lane = ir.Constant(_VI32, list(range(LANES)))
         kept = builder.icmp_signed("<", lane, bound)
+        return builder.select(kept, arguments[0], _spread(builder, arguments[2], _VF32))
+
+    return VECTOR(VECTOR, types.intp, types.float32), generate
+
+
+@intrinsic
+def keep_from(typing_context: Any, value: Any, count: Any, otherwise: Any) -> Any:
+    """Return ``otherwise`` in the first ``count`` lanes and ``value`` in the rest."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bound = _spread(builder, builder.trunc(arguments[1], _I32), _VI32)
+        kept = builder.icmp_signed(">=", ir.Constant(_VI32, list(range(LANES))), bound)
         return builder.select(kept, arguments[0], _spread(builder, arguments[2], _VF32))
 
     return VECTOR(VECTOR, types.intp, types.float32), generate
