@@ -216,8 +216,9 @@ def main() -> int:
     if arguments.markdown:
         print(markdown(list(read([arguments.markdown]).values())))
         return 0
-    # As Ctrl-C: whatever runs is ended on the way out.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Whatever runs is ended on the way out. Said of SIGINT too: shells let their background jobs ignore it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         where = places(arguments.vllm, arguments.llama, needs=needs_of(arguments.scenes))
         lines = asyncio.run(bench(arguments, where))
