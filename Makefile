@@ -30,7 +30,7 @@ BENCH_ARGS ?=
 BENCH_VLLM ?=
 BENCH_LLAMA ?=
 
-.PHONY: help demo test clients fuzz serve setup lint gen check-gen breaking bench bench-plots bench-serve bench-steps bench-faults soak kernels-aot clean
+.PHONY: help demo test clients chart-test chart-readme fuzz serve setup lint gen check-gen breaking bench bench-plots bench-serve bench-steps bench-faults soak kernels-aot clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -53,6 +53,12 @@ serve: $(STAMP) ## serve MODEL (demo) on LISTEN (127.0.0.1:50051) in the foregro
 
 clients: $(STAMP) ## build the clients of other languages and run them against live servers (gets compilers)
 	@$(BIN)/python -m pytest -q -rs --timeout 600 clients/tests $(PYTEST_ARGS)
+
+chart-test: $(STAMP) ## render the chart with helm 3 and 4 and check what comes out (gets helm)
+	@$(BIN)/python -m pytest -q -rs -n $(JOBS) --dist worksteal --timeout 300 helm/tests $(PYTEST_ARGS)
+
+chart-readme: $(STAMP) ## write the table of values in the chart's README
+	@$(BIN)/python scripts/chart_readme.py
 
 fuzz: $(STAMP) ## two minutes of random and broken messages for each door; MANIPLE_FUZZ_SEED to repeat a run
 	@MANIPLE_FUZZ_SECONDS=$(or $(MANIPLE_FUZZ_SECONDS),120) $(BIN)/python -m pytest -q -s --timeout 0 \

@@ -166,15 +166,30 @@ def _converter_said(line: str, progress: Progress) -> str:
     return str(event.get("error", "")) if event.get("event") == "failed" else ""
 
 
-def fetch_from_hub(repository: str, progress: Progress) -> Path:
-    """Return the snapshot of a hub repository in the hub's own cache. ``HF_ENDPOINT`` and its kind apply."""
+def fetch_from_hub(repository: str, progress: Progress, *, revision: str = "", into: Path | None = None) -> Path:
+    """Return the snapshot of a hub repository, in the hub's own cache. ``HF_ENDPOINT`` and its kind apply.
+
+    Args:
+        repository: owner/name.
+        progress: see ``resolve_model``.
+        revision: a branch, tag or commit; default: the main branch.
+        into: a directory to fetch it into instead. What an earlier try left there is used.
+    """
     # Imported here: it costs a third of a second, which only hub models pay.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     progress("fetch", 0.0, repository)
     try:
-        path = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, tqdm_class=_progress_bar(progress)))
+        path = Path(
+            snapshot_download(
+                repository,
+                revision=revision or None,
+                local_dir=into,
+                allow_patterns=_HUB_FILES,
+                tqdm_class=_progress_bar(progress),
+            )
+        )
     except HFValidationError as error:
         rule = "is neither a path that exists nor a hub id such as owner/name"
         raise ConfigurationError([("model", repository, rule)]) from error

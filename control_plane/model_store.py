@@ -79,6 +79,40 @@ def resolve_model(
     return ModelPlace(path=str(model_sources.fetch_from_hub(spec, progress)), source=spec, name=spec)
 
 
+def place_model(spec: str, target: Path, progress: Progress, *, revision: str = "") -> None:
+    """Fetch ``spec`` into the directory ``target``, converted where that is needed. One that is whole is kept.
+
+    The directory appears in one piece, so that nobody reads half a model; what is under way lies beside it, and another
+    try goes on there.
+
+    Raises:
+        ConfigurationError: as ``resolve_model``; or ``spec`` is a directory, or a scripted model, which has no files.
+    """
+    if _is_complete(target):
+        return
+    if target.exists() and any(target.iterdir()):
+        raise ConfigurationError([("to", str(target), "is there already, and is no model")])
+    if parse_scripted(spec) is not None or Path(spec).expanduser().is_dir():
+        raise ConfigurationError([("model", spec, "is nothing to fetch")])
+    is_on_hub = spec != "demo" and not looks_like_path(spec) and not Path(spec).is_file()
+    if revision and not is_on_hub:
+        raise ConfigurationError([("revision", revision, f"is for models of the hub, and {spec} is none")])
+    work = target.parent / f".{target.name}.work"
+    with _locked(target, progress):
+        if _is_complete(target):
+            return
+        work.mkdir(parents=True, exist_ok=True)
+        if is_on_hub:
+            whole = model_sources.fetch_from_hub(spec, progress, revision=revision, into=work / "snapshot")
+            shutil.rmtree(whole / ".cache", ignore_errors=True)  # the hub client's notes
+        else:
+            whole = Path(resolve_model(spec, progress, cache=work).path)
+        if target.exists():
+            target.rmdir()
+        whole.rename(target)
+        shutil.rmtree(work)
+
+
 def looks_like_path(spec: str) -> bool:
     """Whether a model's name can only be meant as a path."""
     return spec.startswith(("/", "./", "../", "~")) or spec.endswith(".gguf")

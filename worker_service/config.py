@@ -105,6 +105,12 @@ class WorkerConfig:
     admits nobody else: whoever reaches the port sees prompts and commands the worker."""
     rank: int = setting(0, topic=_RANKS, read=read_whole, rule=at_least(0, at_most=_MOST_RANKS - 1))
     """Place in the group; under a supervisor of several ranks, of its first. A Join that means another is refused."""
+
+    node_rank: int = setting(
+        0, topic=_RANKS, read=read_whole, rule=at_least(0, at_most=_MOST_RANKS - 1), metavar="INDEX"
+    )
+    """Which machine of the group this is, where each has as many ranks; --rank is then this times
+    --tensor-parallel-size."""
     world_size: int = setting(1, topic=_RANKS, read=read_whole, rule=at_least(1, at_most=_MOST_RANKS), metavar="RANKS")
     """Ranks of the group. Not given: as many as run here."""
     tensor_parallel_size: int = setting(
@@ -247,6 +253,12 @@ def read_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Wor
 
 def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> WorkerConfig:
     """Fill in what follows from other values; add what does not fit together to ``faults``."""
+    if config.node_rank:
+        if config.rank or launched.values:
+            which = "torchrun, which names every rank" if launched.values else f"--rank, which is {config.rank}"
+            faults.append(("node_rank", config.node_rank, f"must not be given beside {which}"))
+        else:
+            config = dataclasses.replace(config, rank=config.node_rank * config.tensor_parallel_size, node_rank=0)
     num_here = max(config.tensor_parallel_size, launched.num_here)
     if config.rank + config.tensor_parallel_size > config.world_size:
         rule = f"must be below --world-size, which is {config.world_size}"

@@ -6,6 +6,7 @@ import argparse
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from control_plane.announcement import StageProgress
 from control_plane.cli.announcements import display
@@ -32,11 +33,21 @@ def parser() -> argparse.ArgumentParser:
         description="Fetch a model into the cache, and convert it where that is needed, so that a server starts with "
         "it at once. What is there already is kept.",
         epilog="Examples:\n  maniple model fetch demo\n  maniple model fetch HuggingFaceTB/SmolLM2-135M-Instruct\n"
-        "  maniple model fetch ./my-model.gguf\n  MANIPLE_CACHE=/models maniple model fetch demo",
+        "  maniple model fetch ./my-model.gguf\n  MANIPLE_CACHE=/models maniple model fetch demo\n"
+        "  maniple model fetch Qwen/Qwen3-8B --to /models/qwen3-8b --revision main",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     fetch.add_argument("model", metavar="NAME", help="demo, a hub id, or a .gguf file")
+    fetch.add_argument(
+        "--to",
+        metavar="DIRECTORY",
+        type=Path,
+        help="keep it there instead of in the cache, under a path that workers on other machines can be told",
+    )
+    fetch.add_argument(
+        "--revision", metavar="NAME", default="", help="branch, tag or commit on the hub (default: main); with --to"
+    )
     verbs.add_parser(
         "list",
         help="list the models in the cache",
@@ -50,15 +61,20 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    return _list() if arguments.verb == "list" else _fetch(arguments.model)
+    if arguments.verb == "list":
+        return _list()
+    if arguments.revision and arguments.to is None:
+        print("maniple model fetch: --revision needs --to: the cache has one revision of a model", file=sys.stderr)
+        return USAGE
+    return _fetch(arguments.model, arguments.to, arguments.revision)
 
 
-def _fetch(model: str) -> int:
+def _fetch(model: str, to: Path | None, revision: str) -> int:
     faults = model_faults(model)
     if faults:
         print(f"maniple model fetch: {model}: {faults[0][2]}", file=sys.stderr)
         return USAGE
-    from control_plane.model_store import resolve_model
+    from control_plane.model_store import place_model, resolve_model
 
     lock = threading.Lock()  # the hub reports from several threads
     with display() as show:
@@ -68,7 +84,12 @@ def _fetch(model: str) -> int:
                 show(StageProgress(what, Rank(0), share, detail))
 
         try:
-            place = resolve_model(model, progress)
+            if to is None:
+                place = resolve_model(model, progress)
+                where, start = f"{place.name} is in {place.path}", model
+            else:
+                place_model(model, to.expanduser().absolute(), progress, revision=revision)
+                where, start = f"{model} is in {to}", str(to)
         except ConfigurationError as error:
             reason = "; ".join(rule for _, _, rule in error.faults)
         except ManipleError as error:
@@ -78,7 +99,7 @@ def _fetch(model: str) -> int:
     if reason:
         print(f"maniple model fetch: {model}: {reason}", file=sys.stderr)
         return FAILURE
-    print(f"{place.name} is in {place.path}. Now type: {command_name()} serve --model {model}")
+    print(f"{where}. Now type: {command_name()} serve --model {start}")
     return OK
 
 

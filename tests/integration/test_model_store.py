@@ -16,7 +16,7 @@ import pytest
 
 from control_plane import model_sources
 from control_plane.model_sources import Progress
-from control_plane.model_store import list_models, resolve_model
+from control_plane.model_store import list_models, place_model, resolve_model
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from support.demo_model import demo_directory
 from support.fake_hub import fake_hub
@@ -96,6 +96,39 @@ def test_gguf_is_converted_once_until_it_changes(tmp_path: Path, converter: Fake
     assert second.path != first.path
     assert len(converter.calls) == 2
     assert [model.path for model in list_models(cache=tmp_path)] == sorted([Path(first.path), Path(second.path)])
+
+
+def test_model_is_placed_in_one_piece_where_it_is_wanted(tmp_path: Path, converter: FakeConverter) -> None:
+    source, target = gguf_file(tmp_path), tmp_path / "models/tiny"
+
+    def is_not_there_yet(_: Path) -> None:
+        assert not (target / "config.json").exists()
+
+    converter.before_it_is_whole = is_not_there_yet
+    target.mkdir(parents=True)  # as a volume that is mounted there
+    place_model(str(source), target, silent)
+    assert (target / "model.safetensors").read_bytes() == b"GGUF1"
+    place_model(str(source), target, silent)  # is whole
+    assert len(converter.calls) == 1
+    assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "revision", "said"),
+    [
+        ("scripted", "", "is nothing to fetch"),
+        (".", "", "is nothing to fetch"),
+        ("demo", "v1", "revision='v1': is for models of the hub"),
+        ("./missing.gguf", "", "does not exist"),
+    ],
+)
+def test_what_cannot_be_placed_is_a_sentence(tmp_path: Path, spec: str, revision: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        place_model(spec, tmp_path / "m", silent, revision=revision)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").touch()
+    with pytest.raises(ConfigurationError, match="is there already, and is no model"):
+        place_model(spec, tmp_path / "full", silent)
 
 
 def test_converter_killed_halfway_leaves_nothing_that_counts(tmp_path: Path, converter: FakeConverter) -> None:
@@ -260,6 +293,25 @@ def test_hub_model_is_fetched_without_pickles_and_code(tmp_path: Path) -> None:
         hub.fetched.clear()
         assert resolved("owner/model", hub.endpoint, tmp_path)["path"] == said["path"]
         assert hub.fetched == []  # all there
+
+
+def test_hub_model_is_fetched_to_a_directory_by_the_command_line(tmp_path: Path) -> None:
+    target = tmp_path / "models/mine"
+    command = [sys.executable, "-m", "control_plane.cli", "model", "fetch", "owner/model", "--to", str(target)]
+    with fake_hub("owner/model", HUB_FILES) as hub:
+        env = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_TOKEN": "hf_secret"}
+        words = [*command, "--revision", "v1"]
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert f"serve --model {target}" in done.stdout
+        assert set(hub.revisions) == {"v1"}
+        assert {path.name for path in target.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+        hub.fetched.clear()
+        again = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert (again.returncode, hub.fetched) == (0, [])
+    lone = subprocess.run([*command[:-2], "--revision", "v1"], capture_output=True, text=True, timeout=60, check=False)
+    assert lone.returncode == 2
+    assert "--revision needs --to" in lone.stderr
 
 
 @pytest.mark.parametrize(

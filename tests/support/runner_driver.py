@@ -13,7 +13,7 @@ from worker_service.forward.assemble import ForwardOptions
 from worker_service.model_runner import TorchModelRunner
 from worker_service.process_group import ProcessGroup
 from worker_service.runner import LoadOptions
-from worker_service.step_work import FinishedRow, Mode, NewRow, RowSampling, StepWork, TableChange, TableOp
+from worker_service.step_work import FinishedRow, Mode, NewRow, RowSampling, StepOutput, StepWork, TableChange, TableOp
 
 NUM_BLOCKS = 200
 
@@ -125,7 +125,8 @@ class RunnerDriver:
             samples=np.array([row in self._samples for row in order], np.bool_),
         )
         self.runner.apply(work)
-        self.output = output = self.runner.execute(work)
+        outcome = self.runner.execute(work)
+        self.output = output = outcome if isinstance(outcome, StepOutput) else outcome.settle()
         sampled = dict(zip(self._samples, output.token_ids.tolist(), strict=True))
         self._samples = []
         for row, token in sampled.items():

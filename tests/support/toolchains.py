@@ -71,6 +71,18 @@ def pypi(requirement: str) -> Path:
     return root
 
 
+def environment_of(requirement: str) -> Path:
+    """Return a virtual environment that holds this requirement, ``NAME==VERSION``, and what it needs."""
+    with _locked(cache_directory()) as cache:
+        root = cache / f"venv-{requirement.replace('==', '-')}"
+        if not (root / "complete").exists():
+            shutil.rmtree(root, ignore_errors=True)
+            _run([sys.executable, "-m", "venv", str(root)])
+            _run([str(root / "bin/python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check", requirement])
+            (root / "complete").touch()
+    return root
+
+
 def npm(project: Path) -> None:
     """Have ``node_modules`` in a directory as its package-lock.json asks for."""
     tool = shutil.which("npm")

@@ -68,6 +68,7 @@ def test_both_servers_on_one_address_are_refused() -> None:
         ("--listen [::]:7 --tensor-parallel-size 4", ("[::]:7", "[::]:11", 0, 4)),
         ("--listen a:7 --health-listen a:90 --tensor-parallel-size 4", ("a:7", "a:90", 0, 4)),
         ("--tensor-parallel-size 4 --rank 4 --world-size 8", ("127.0.0.1:50061", "127.0.0.1:50065", 4, 8)),
+        ("--tensor-parallel-size 4 --node-rank 1 --world-size 8", ("127.0.0.1:50061", "127.0.0.1:50065", 4, 8)),
         ("--tensor-parallel-size 2 --listen a:65532", ("a:65532", "a:65534", 0, 2)),
         ("--listen a:65535 --health-listen b:65535", ("a:65535", "b:65535", 0, 1)),
         ("--tensor-parallel-size 3 --listen a:9 --health-listen b:9", ("a:9", "b:9", 0, 3)),
@@ -85,6 +86,8 @@ def test_what_follows_from_other_values_is_filled_in(words: str, expected: tuple
         ("--tensor-parallel-size 2 --listen a:0", "listen", "for several ranks"),
         ("--tensor-parallel-size 2 --world-size 1", "rank", "with 1 more behind it, must be below --world-size"),
         ("--tensor-parallel-size 4 --world-size 6 --rank 4", "rank", "with 3 more behind it"),
+        ("--tensor-parallel-size 4 --world-size 8 --node-rank 2", "rank", "with 3 more behind it"),
+        ("--world-size 8 --rank 1 --node-rank 2", "node_rank", "must not be given beside --rank, which is 1"),
         ("--tensor-parallel-size 0", "tensor_parallel_size", "must be in [1, 1024]"),
         ("--tensor-parallel-size 2 --listen a:65535", "listen", "must have a port up to 65532: servers and their"),
         ("--tensor-parallel-size 2 --listen a:65533", "listen", "health servers of 2 ranks take the next ones"),
@@ -123,6 +126,8 @@ def test_torchrun_comes_before_defaults_and_after_everything_else() -> None:
     assert (config.rank, config.world_size) == (9, 16)
     with pytest.raises(ConfigurationError, match="torchrun, which starts a process for every rank"):
         read_config(["--tensor-parallel-size", "2"], TORCHRUN)
+    with pytest.raises(ConfigurationError, match="must not be given beside torchrun, which names every rank"):
+        read_config(["--node-rank", "1"], TORCHRUN)
     with pytest.raises(ConfigurationError, match="WORLD_SIZE='many': must be a whole number"):
         read_config([], TORCHRUN | {"WORLD_SIZE": "many"})
     # The same names mean nothing without it: other launchers and shells use them too.
