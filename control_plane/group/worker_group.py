@@ -387,6 +387,7 @@ class WorkerGroup:
             if isinstance(cause, InvalidParameter | WrongState | NotBuilt):
                 if len(self.executor.ranks) > 1:
                     cause.message = clip(f"rank {error.rank}: {cause.message}")
+                    cause.args = (cause.message,)
                 raise cause from error
             if isinstance(cause, Fenced):
                 self.tenure_fenced(error.rank, cause.message)
