@@ -25,15 +25,18 @@ from worker_service.attention.base import AttentionSpec
 from worker_service.forward.assemble import ForwardOptions, assemble_forward
 from worker_service.forward.forward_pass import ForwardPass, dummy_step
 from worker_service.forward.graph_sizes import sizes_to_record
+from worker_service.forward.launched_step import LaunchedStep
 from worker_service.forward.step_outputs import Said, StepOutputs
 from worker_service.input_batch import InputBatch
 from worker_service.kv_cache import KvCache, KvCacheSpec
 from worker_service.memory import KvDemand, plan_memory
 from worker_service.models.registry import Model, load_model
 from worker_service.out_of_memory import explaining_memory
+from worker_service.pending_step import PendingStep
 from worker_service.platforms.choose import choose_platform
 from worker_service.process_group import LoneProcessGroup, ProcessGroup
 from worker_service.runner import LoadOptions, MemoryFacts, ModelFacts, Progress
+from worker_service.sampling.choose import LaunchingSampler
 from worker_service.sampling.logprobs import PROMPT_SLICE
 from worker_service.sampling.sampler import check_finite
 from worker_service.sleep.backend import KV_CACHE, WEIGHTS
@@ -55,6 +58,7 @@ class TorchModelRunner:
     _forward: ForwardPass | None = None
     _outputs: StepOutputs | None = None
     _kv: KvCache | None = None
+    _launches = False  # steps need not be waited for
 
     def __init__(
         self,
@@ -137,6 +141,11 @@ class TorchModelRunner:
             vocab_size=config.vocab_size,
         )
         self._outputs = StepOutputs(model, self._batch, self._platform.device)
+        sampler = self._outputs.sampler
+        # Ranks agree on what was sampled through the host, so several of them go step by step.
+        self._launches = (
+            self._world_size == 1 and isinstance(sampler, LaunchingSampler) and self._forward.follow(sampler.latest)
+        )
         return ModelFacts(
             source=options.model,
             architecture=config.architecture,
@@ -240,8 +249,12 @@ class TorchModelRunner:
         self._outputs.apply(work)
         self._batch.apply(work)
 
-    def execute(self, work: StepWork) -> StepOutput:
+    def execute(self, work: StepWork) -> StepOutput | PendingStep:
         assert self._batch is not None
+        if self._launches and work.mode is Mode.RUN and len(work.rows):
+            assert self._outputs is not None
+            if self._outputs.is_plain(work):
+                return self._launch(work, self._batch, self._outputs)
         started = time.perf_counter()
         said = Said()
         if work.mode is Mode.RUN and len(work.rows):
@@ -260,6 +273,13 @@ class TorchModelRunner:
             logprobs=said.logprobs,
             num_tokens=said.num_tokens,
         )
+
+    def _launch(self, work: StepWork, batch: InputBatch, outputs: StepOutputs) -> LaunchedStep:
+        assert self._forward is not None
+        assert self._kv is not None
+        with torch.inference_mode(), self._explaining("step"):
+            outcome = outputs.launch(work, self._forward(batch.prepare(work), self._kv))
+        return LaunchedStep(work, batch, outcome, admits=outputs.is_plain, check=self._tensors.check)
 
     def _run_dummy(self, kv: KvCache, counts: list[int]) -> None:
         """Compute a step of fresh requests with so many tokens each, in the null block."""

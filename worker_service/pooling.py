@@ -70,6 +70,12 @@ class Pooler:
                 vectors[row] = _vector(sum_of(place, stop - 1, stop), pooling, row)
         return tuple(vectors[row] for row in work.pooled)
 
+    def has_rows(self, work: StepWork) -> bool:
+        """Say whether some row of a work, or that enters with it, ends with a vector."""
+        if any(new.pooling is not None for new in work.new_rows):
+            return True
+        return bool(self._rows) and not self._rows.keys().isdisjoint(work.rows.tolist())
+
     def clear(self) -> None:
         """Forget all rows."""
         self._rows.clear()

@@ -168,6 +168,7 @@ class StepLoop:
                     self._launched.append(_Launched(work, outcome, accepted_ns, started_ns))
                     self._landings.watch(outcome)
                     return
+                assert not self._launched, "a step that was admitted beside a pending one is launched, too"
                 output = outcome
         except Exception as error:
             self._fail(work, error)

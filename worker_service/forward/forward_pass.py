@@ -34,6 +34,10 @@ class ForwardPass:
                 return self.graphs.replay(size, step)
         return self.eager(step, kv)
 
+    def follow(self, latest: Tensor) -> bool:
+        """Take input ids that the host does not know from there, [max_num_seqs] int32; False if it cannot be."""
+        return self._arrays.follow(latest)
+
     def eager(self, step: StepInput, kv: KvCache) -> Tensor:
         """As a call, whatever graphs there are."""
         tensors = self._arrays.place(step)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from worker_service.attention.base import StepTensors
 from worker_service.forward.staged_array import StagedArray
@@ -17,6 +18,9 @@ class StepArrays(Protocol):
 
     def place(self, step: StepInput, num_rows: int | None = None) -> StepTensors:
         """Bring a step to the device, filled up to so many rows; only a step of single queries can be."""
+
+    def follow(self, latest: Tensor) -> bool:
+        """Take ids that the host does not know from ``latest``, by req_index; False: all ids come from the host."""
 
 
 class HostStepArrays:
@@ -33,6 +37,9 @@ class HostStepArrays:
             block_tables=torch.from_numpy(step.block_tables),
         )
 
+    def follow(self, latest: Tensor) -> bool:
+        return False
+
 
 class DeviceStepArrays:
     """On a device they are copied, each to its place."""
@@ -47,6 +54,12 @@ class DeviceStepArrays:
         self._query_start_loc = StagedArray((max_num_seqs + 1,), torch.int32, device)
         self._seq_lens = StagedArray((max_num_seqs,), torch.int32, device)
         self._block_tables = StagedArray((max_num_seqs, max_num_blocks), torch.int32, device)
+        self._pending = StagedArray((2 * max_num_seqs,), torch.int64, device)
+        self._latest: Tensor | None = None
+
+    def follow(self, latest: Tensor) -> bool:
+        self._latest = latest
+        return True
 
     def place(self, step: StepInput, num_rows: int | None = None) -> StepTensors:
         num_reqs = len(step.seq_lens)
@@ -57,8 +70,14 @@ class DeviceStepArrays:
             assert len(step.input_ids) == num_reqs, "only single queries are filled up"
             starts = np.arange(num_reqs + padding + 1, dtype=np.int32)
         # Zeros behind: token 0 at position 0 writes to slot 0, in the null block, and sees no keys.
+        input_ids = self._input_ids.put(step.input_ids, num_padding=padding)
+        if step.pending_places is not None and step.pending_rows is not None and len(step.pending_rows):
+            assert self._latest is not None, "nobody said where sampled tokens lie"
+            both = self._pending.put(np.concatenate((step.pending_places, step.pending_rows)))
+            places, rows = both.view(2, -1)
+            input_ids.index_copy_(0, places, self._latest.index_select(0, rows))
         return StepTensors(
-            input_ids=self._input_ids.put(step.input_ids, num_padding=padding),
+            input_ids=input_ids,
             positions=self._positions.put(step.positions, num_padding=padding),
             slots=self._slots.put(step.slot_mapping, num_padding=padding),
             query_start_loc=self._query_start_loc.put(starts),

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from service_chassis.protocol.logprobs import Logprobs
+from worker_service.forward.device_copies import Landing, to_device
+from worker_service.forward.launched_step import NothingSampled, Outcome
 from worker_service.input_batch import InputBatch
 from worker_service.models.registry import Model
 from worker_service.pooling import Float64Array, Pooler
 from worker_service.process_group import OUTPUT_RANK, ProcessGroup
-from worker_service.sampling.choose import choose_sampler
+from worker_service.sampling.choose import LaunchingSampler, choose_sampler
 from worker_service.sampling.logprobs import OutputLogprobs, StepLogprobs
 from worker_service.sampling.masked_rows import MaskedRows, of_sampled
 from worker_service.sampling.sampler import check_finite
@@ -80,6 +82,36 @@ class StepOutputs:
         given = sampled != NOT_SAMPLED
         batch.append(rows[given], sampled[given])
         return Said(sampled, of_sampled(rows, sampled, logprobs), vectors)
+
+    def is_plain(self, work: StepWork) -> bool:
+        """Say whether all that a step says are tokens, and none of its rows needs tokens of before on the host.
+
+        Asked before the work is applied, and after: rows that leave with it may only make the answer a needless no.
+        """
+        if len(work.rows) == 0:
+            return False  # nothing to launch
+        columns = self._batch.sampling
+        for new in work.new_rows:
+            asked = new.sampling
+            if asked.bad_words or asked.num_logprobs is not None or asked.num_prompt_logprobs is not None:
+                return False
+        if work.speculation is not None or work.awaits_mask or self._masked.has_void or self._pooler.has_rows(work):
+            return False
+        wanting = columns.bad_words.keys() | columns.logprobs.keys()
+        return not wanting or wanting.isdisjoint(work.rows.tolist())
+
+    def launch(self, work: StepWork, hidden: Tensor) -> Outcome:
+        """Sample on the device for a plain step of one rank; what comes out is the caller's to append."""
+        assert isinstance(self.sampler, LaunchingSampler)
+        rows = work.rows[work.samples]
+        if len(rows) == 0:
+            return NothingSampled(Landing(hidden[:1, 0]).wait)
+        if len(hidden) > len(rows):
+            last = np.cumsum(work.num_scheduled_tokens)[work.samples] - 1
+            hidden = hidden[to_device(last, self._device)]
+        logits = self.compute_logits(hidden)
+        assert logits is not None
+        return self.sampler.launch(logits, rows)
 
     def _agree_on_tries(
         self, work: StepWork, hidden: Tensor, telling: StepLogprobs, prompts: list[Logprobs], group: ProcessGroup

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from maniple_kernels.backend import fits_gpu_kernels
+from worker_service.forward.launched_step import Outcome
 from worker_service.sampling.logprobs import OutputLogprobs
 from worker_service.sampling.sampler import KnownTokens, Sampler
 from worker_service.step_work import Int32Array
@@ -18,6 +19,16 @@ class RowSampler(Protocol):
 
     def sample(self, logits: Tensor, rows: Int32Array, noting: OutputLogprobs | None = None) -> Int32Array:
         """See ``Sampler.sample``."""
+
+
+@runtime_checkable
+class LaunchingSampler(RowSampler, Protocol):
+    """One that need not wait for what it samples."""
+
+    latest: Tensor  # [max_num_seqs] int32, on the device: what each row sampled last
+
+    def launch(self, logits: Tensor, rows: Int32Array) -> Outcome:
+        """As ``sample``, without waiting for the outcome."""
 
 
 def choose_sampler(batch: KnownTokens, device: torch.device) -> RowSampler:

@@ -53,6 +53,11 @@ class MaskedRows:
         if len(void):
             self._void.update(void.tolist())
 
+    @property
+    def has_void(self) -> bool:
+        """Whether some row has no token to give."""
+        return bool(self._void)
+
     def clear(self) -> None:
         """Forget all rows."""
         self._void.clear()
