@@ -7,10 +7,12 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from worker_service.attention.base import KvLayer, KvLayout
+from worker_service.forward.device_copies import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,6 @@ class KvCache:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy (kv_group, source, destination) in all layers; all sources are read before anything is written."""
-        sources = torch.tensor([source for _, source, _ in copies], device=self._keys.device)
-        destinations = torch.tensor([destination for _, _, destination in copies], device=self._keys.device)
+        sources, destinations = to_device(np.array(copies, np.int64)[:, 1:].T.copy(), self._keys.device)
         for cache in (self._keys, self._values):
             cache[:, destinations] = cache[:, sources]

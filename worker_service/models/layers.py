@@ -255,6 +255,9 @@ class VocabLinear(Linear):
         positions end in a tie at the top, which the lowest id would win. What lies within a step of the highest is
         computed again in float32.
         """
+        if x.is_cuda and x.dtype is not torch.float32:
+            # Not rounded at all; to look for ties would make the host wait.
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         scores = self._product(x, torch.float32)
         if scores.dtype is torch.float32:
             return scores
