@@ -113,7 +113,7 @@ async def run_sweep(row: Sweep, sides: Sequence[Side], seed: int) -> list[dict[s
     """Measure every server at every concurrency, once, and return one line of all points."""
     points: dict[str, list[list[float]]] = {side.name: [] for side in sides}
     for concurrency in row.concurrencies:
-        load = replace(row.load, concurrency=concurrency, num_requests=max(concurrency, 2))
+        load = replace(row.load, concurrency=concurrency, num_requests=max(2 * concurrency, 4))
         for side in sides:
             figures = await run_load(side, load, seed + concurrency)
             points[side.name].append([concurrency, figures["output_tokens_per_s"]])

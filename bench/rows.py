@@ -107,7 +107,7 @@ def latency(of: str, percent: int) -> Figure:
 DECODE_32 = closed(32, 32, 128, 128)
 DECODE_8 = closed(8, 8, 128, 128)
 DECODE_1 = closed(1, 3, 128, 128)
-MIXED = Load(num_requests=64, input_len=Length(32, 512), output_len=Length(16, 256), share_of_capacity=0.7)
+MIXED = Load(num_requests=96, input_len=Length(32, 512), output_len=Length(16, 256), share_of_capacity=0.7)
 PREFIX = Load(
     concurrency=32,
     num_requests=32,

@@ -111,7 +111,7 @@ def test_sweep_measures_every_server_at_every_concurrency() -> None:
         "ours": [1, 4],
         "vllm": [1, 4],
     }
-    assert [name for name, _ in served] == ["ours"] * 2 + ["vllm"] * 2 + ["ours"] * 4 + ["vllm"] * 4
+    assert [name for name, _ in served] == ["ours"] * 4 + ["vllm"] * 4 + ["ours"] * 8 + ["vllm"] * 8
 
 
 def test_every_row_has_a_name_of_its_own_and_servers_that_can_be_started() -> None:
