@@ -14,6 +14,7 @@ import pytest
 from maniple.v1 import scheduler_delta_pb2, worker_pb2
 from service_chassis.errors import Fenced, InvalidParameter, ManipleError, NotBuilt, WrongState
 from service_chassis.scripted import ScriptedOptions, scripted_model
+from support.formed_rank import LIMITS, STAGES, Feed, advance, request, started_rank
 from support.waiting import until
 from support.worker_process import DeltaMaker, Goodbye
 from worker_service.config import WorkerConfig
@@ -22,39 +23,6 @@ from worker_service.model_files import read_model_files
 from worker_service.rank import Rank
 from worker_service.runner import LoadOptions, ModelFacts, Progress
 from worker_service.scripted import ScriptedRunner
-
-LIMITS = worker_pb2.GroupLimits(
-    max_num_seqs=5, max_num_batched_tokens=64, max_model_len=200, block_size=4, num_blocks=99, max_steps_in_flight=2
-)
-
-
-@asynccontextmanager
-async def started_rank(
-    config: WorkerConfig | None = None, request_exit: Callable[[str], None] = lambda reason: None
-) -> AsyncIterator[Rank]:
-    rank = Rank(config or WorkerConfig(), request_exit=request_exit)
-    await rank.start()
-    yield rank
-    await rank.close()
-
-
-def request(method: str, **fields: Any) -> Any:
-    defaults: dict[str, dict[str, Any]] = {
-        "Join": {"owner_id": "A", "protocol_version": 1, "world_size": 1},
-        "FormGroup": {"formation_id": "f1", "world_size": 1},
-        "LoadModel": {"model": "scripted", "max_num_seqs": 5, "max_num_batched_tokens": 64, "block_size": 4},
-        "AllocateKvCache": {"limits": LIMITS},
-    }
-    return getattr(worker_pb2, f"{method}Request")(**{"epoch": 1, **defaults.get(method, {}), **fields})
-
-
-STAGES = ["FormGroup", "LoadModel", "ProfileMemory", "AllocateKvCache", "WarmUp"]
-
-
-async def advance(rank: Rank, *methods: str, **fields: Any) -> None:
-    for method in methods:
-        await rank.call(method, request(method, **fields))
-
 
 async def test_stages_come_in_order_and_repeat_harmlessly() -> None:
     async with started_rank() as rank:
@@ -135,28 +103,6 @@ async def test_every_call_of_the_protocol_has_a_method() -> None:
             assert callable(rank.method(method.name))
         with pytest.raises(NotBuilt):
             await rank.call("UnloadLora", worker_pb2.WorkerServiceUnloadLoraRequest())
-
-
-class Feed:
-    """Requests of one stream in process."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.requests: asyncio.Queue[worker_pb2.StepsRequest] = asyncio.Queue()
-        self.responses = rank.steps(self._iterate())
-
-    async def _iterate(self) -> AsyncIterator[worker_pb2.StepsRequest]:
-        while True:
-            yield await self.requests.get()
-
-    def send(self, **message: Any) -> None:
-        self.requests.put_nowait(worker_pb2.StepsRequest(epoch=1, **message))
-
-    async def until(self, kind: str) -> Any:
-        async with asyncio.timeout(5):
-            async for response in self.responses:
-                if response.WhichOneof("message") == kind:
-                    return getattr(response, kind)
-        raise AssertionError("the stream ended")
 
 
 async def test_stream_opened_before_the_batch_exists_carries_its_results() -> None:
