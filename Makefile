@@ -30,7 +30,7 @@ BENCH_ARGS ?=
 BENCH_VLLM ?=
 BENCH_LLAMA ?=
 
-.PHONY: help demo test clients chart-test chart-readme fuzz serve setup lint gen check-gen breaking bench bench-plots bench-serve bench-steps bench-faults soak kernels-aot clean
+.PHONY: help demo test clients chart-test chart-readme fuzz serve setup lint gen check-gen breaking bench bench-plots bench-serve bench-steps bench-faults soak kernels-aot gpu-check clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -101,6 +101,9 @@ bench-faults: $(STAMP) ## what clients notice of faults, and for how long; BENCH
 
 soak: $(STAMP) ## ten minutes of random faults under load; BENCH_ARGS="--duration-s 60" for a short one
 	@$(BIN)/python bench/soak.py $(BENCH_ARGS)
+
+gpu-check: $(STAMP) ## check this machine's GPU in six minutes, see docs/gpu.md; BENCH_ARGS="--device cpu" rehearses
+	@tests/gpu/run.sh $(BENCH_ARGS)
 
 kernels-aot: $(STAMP) ## compile every Triton kernel in every configuration, without a GPU, and print what each needs
 	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m maniple_kernels.gpu.aot --all $(BENCH_ARGS)
