@@ -31,6 +31,7 @@ from maniple_kernels.gpu.shapes import ARCHITECTURES, Shape, attention_shape, sh
 # What a program may take of one multiprocessor: bytes of shared memory (CUDA C++ Programming Guide, table of technical
 # specifications, "maximum amount of shared memory per thread block").
 MOST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+MOST_REGISTERS = 1 << 16  # of a multiprocessor, from the same table; one program at least must fit
 _TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -56,6 +57,15 @@ class Compiled:
     spilled: int  # bytes of one thread, loaded or stored
     shared: int  # bytes of one program
     duration_s: float
+
+    def excess(self, variant: Variant) -> str:
+        """Say what it needs more than there is, or than it should; or nothing."""
+        if self.stack or self.spilled:
+            return f"{self.stack} bytes of stack and {self.spilled} spilled, by a thread"
+        if self.shared > (most := MOST_SHARED[variant.architecture]):
+            return f"{self.shared} of {most} bytes of shared memory"
+        registers = self.registers * 32 * variant.shape.num_warps
+        return f"{registers} of {MOST_REGISTERS} registers" if registers > MOST_REGISTERS else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,12 +266,12 @@ def main() -> int:
         if options.kernel not in variant.name:
             continue
         needs = compile_variant(variant)
-        fits = needs.shared <= MOST_SHARED[variant.architecture] and not needs.spilled and not needs.stack
-        refused += not fits
+        excess = needs.excess(variant)
+        refused += bool(excess)
         print(
             f"{variant.name:<16} {variant.architecture:>4} {variant.detail:<28} {variant.shape.num_warps:>5} "
             f"{needs.registers:>5} {needs.stack:>6} {needs.spilled:>6} {needs.shared:>7}  {needs.duration_s:.1f}"
-            f"{'' if fits else '  TOO MUCH'}",
+            f"{f'  TOO MUCH: {excess}' if excess else ''}",
             flush=True,
         )
     return 1 if refused else 0
