@@ -1,0 +1,236 @@
+"""Run a real Envoy between two ends of ours, with the settings that meshes and operators give it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.platform_tools import envoy
+from support.waiting import until
+
+Config = dict[str, Any]
+_TYPE = "type.googleapis.com/envoy.extensions"
+ROUTER: Config = {
+    "name": "envoy.filters.http.router",
+    "typed_config": {"@type": f"{_TYPE}.filters.http.router.v3.Router"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where calls go on to, and how Envoy holds the connections there."""
+
+    addresses: Sequence[str]  # HOST:PORT, or unix:PATH
+    name: str = "upstream"
+    max_requests: int = 0  # the circuit breaker; 0: Envoy's default of 1024
+    max_concurrent_streams: int = 0  # on one connection to the upstream
+    keepalive_s: float = 0.0  # HTTP/2 pings to the upstream
+    health_service: str = ""  # checked by grpc.health.v1
+    panic_threshold: float | None = None  # percent; Envoy's default is 50
+    tls: Config | None = None
+
+    def build(self) -> Config:
+        h2: Config = {}
+        if self.max_concurrent_streams:
+            h2["max_concurrent_streams"] = self.max_concurrent_streams
+        if self.keepalive_s:
+            h2["connection_keepalive"] = {"interval": f"{self.keepalive_s}s", "timeout": "5s"}
+        made: Config = {
+            "name": self.name,
+            "type": "STATIC",
+            "connect_timeout": "2s",
+            "lb_policy": "ROUND_ROBIN",
+            "typed_extension_protocol_options": {
+                "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+                    "@type": f"{_TYPE}.upstreams.http.v3.HttpProtocolOptions",
+                    "explicit_http_config": {"http2_protocol_options": h2},
+                }
+            },
+            "load_assignment": {
+                "cluster_name": self.name,
+                "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(one)}} for one in self.addresses]}],
+            },
+        }
+        if self.max_requests:
+            made["circuit_breakers"] = {"thresholds": [{"max_requests": self.max_requests}]}
+        if self.health_service:
+            made["health_checks"] = [
+                {
+                    "timeout": "1s",
+                    "interval": "0.1s",
+                    "no_traffic_interval": "0.1s",
+                    "unhealthy_threshold": 1,
+                    "healthy_threshold": 1,
+                    "grpc_health_check": {"service_name": self.health_service},
+                }
+            ]
+        if self.panic_threshold is not None:
+            made["common_lb_config"] = {"healthy_panic_threshold": {"value": self.panic_threshold}}
+        if self.tls is not None:
+            made["transport_socket"] = self.tls
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Door:
+    """A listener, and what it lets calls do."""
+
+    cluster: str = "upstream"
+    name: str = "door"
+    route_timeout_s: float | None = None  # None: Envoy's default of 15 s
+    stream_idle_timeout_s: float | None = None  # None: Envoy's default of 300 s
+    retry_on: str = ""
+    num_retries: int = 2
+    max_concurrent_streams: int = 0  # of a client's connection
+    max_connection_duration_s: float = 0.0
+    filters: Sequence[Config] = field(default_factory=tuple)  # before the router
+    cors: bool = False
+    tls: Config | None = None
+
+    def build(self) -> Config:
+        action: Config = {"cluster": self.cluster}
+        if self.route_timeout_s is not None:
+            action["timeout"] = f"{self.route_timeout_s}s"
+        if self.retry_on:
+            action["retry_policy"] = {"retry_on": self.retry_on, "num_retries": self.num_retries}
+        host: Config = {"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": action}]}
+        if self.cors:
+            host["typed_per_filter_config"] = {
+                "envoy.filters.http.cors": {
+                    "@type": f"{_TYPE}.filters.http.cors.v3.CorsPolicy",
+                    "allow_origin_string_match": [{"prefix": ""}],
+                    "allow_methods": "GET, PUT, DELETE, POST, OPTIONS",
+                    "allow_headers": "content-type,x-grpc-web,x-user-agent,grpc-timeout,connect-protocol-version",
+                    "expose_headers": "grpc-status,grpc-message,grpc-status-details-bin",
+                }
+            }
+        manager: Config = {
+            "@type": f"{_TYPE}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+            "stat_prefix": self.name,
+            "codec_type": "AUTO",
+            "route_config": {"virtual_hosts": [host]},
+            "http_filters": [*self.filters, ROUTER],
+        }
+        if self.stream_idle_timeout_s is not None:
+            manager["stream_idle_timeout"] = f"{self.stream_idle_timeout_s}s"
+        if self.max_concurrent_streams:
+            manager["http2_protocol_options"] = {"max_concurrent_streams": self.max_concurrent_streams}
+        if self.max_connection_duration_s:
+            manager["common_http_protocol_options"] = {"max_connection_duration": f"{self.max_connection_duration_s}s"}
+        chain: Config = {
+            "filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+        }
+        if self.tls is not None:
+            chain["transport_socket"] = self.tls
+        return {"name": self.name, "address": _address("127.0.0.1:0"), "filter_chains": [chain]}
+
+
+class Envoy:
+    """A running Envoy."""
+
+    def __init__(self, doors: Sequence[Door], clusters: Sequence[Cluster], directory: Path) -> None:
+        config = {
+            "admin": {"address": _address("127.0.0.1:0")},
+            "static_resources": {
+                "listeners": [door.build() for door in doors],
+                "clusters": [cluster.build() for cluster in clusters],
+            },
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "envoy.json"
+        path.write_text(json.dumps(config))
+        self._admin_file = directory / "admin"
+        self._admin_file.unlink(missing_ok=True)
+        self._log = directory / "envoy.log"
+        words = ["--concurrency", "1", "-l", "warning", "--disable-hot-restart", "--drain-time-s", "2"]
+        words += ["--admin-address-path", str(self._admin_file), "--log-path", str(self._log)]
+        tool = envoy()
+        self._process = subprocess.Popen([str(tool.path), "-c", str(path), *words], env=dict(tool.env))
+        self._ports: dict[str, int] = {}
+
+    async def start(self) -> None:
+        await until(lambda: self._admin_file.exists() or self._process.poll() is not None, "Envoy starts")
+        assert self._process.poll() is None, self.log()
+        await until(self._is_listening, "Envoy listens")
+
+    def _is_listening(self) -> bool:
+        told = json.loads(self.ask("/listeners?format=json"))
+        self._ports = {
+            one["name"]: one["local_address"]["socket_address"]["port_value"]
+            for one in told.get("listener_statuses", [])
+        }
+        return bool(self._ports) and '"state": "LIVE"' in self.ask("/server_info")
+
+    def address(self, door: str = "door") -> str:
+        return f"127.0.0.1:{self._ports[door]}"
+
+    def ask(self, path: str, *, post: bool = False) -> str:
+        """Ask the administration."""
+        request = urllib.request.Request(
+            f"http://{self._admin_file.read_text()}{path}", method="POST" if post else "GET"
+        )
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def count(self, name: str) -> int:
+        """A counter or gauge, such as cluster.upstream.upstream_rq_retry."""
+        for line in self.ask(f"/stats?filter=^{name}$").splitlines():
+            return int(line.rpartition(" ")[2])
+        return 0
+
+    def requests_by_address(self, cluster: str = "upstream") -> dict[str, int]:
+        """How many requests each host of a cluster was sent."""
+        told = json.loads(self.ask("/clusters?format=json"))
+        [found] = [one for one in told["cluster_statuses"] if one["name"] == cluster]
+        counts = {}
+        for host in found["host_statuses"]:
+            place = host["address"]["socket_address"]
+            stats = {one["name"]: int(one.get("value", 0)) for one in host["stats"]}
+            counts[f"{place['address']}:{place['port_value']}"] = stats["rq_total"]
+        return counts
+
+    def drain(self) -> None:
+        """Tell clients to go on elsewhere, as before a pod's end."""
+        self.ask("/drain_listeners?graceful", post=True)
+
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        if self._process.poll() is None:
+            os.kill(self._process.pid, number)
+        self._process.wait(10)
+
+
+@asynccontextmanager
+async def envoys(
+    directory: Path, *ends: tuple[Door | Sequence[Door], Cluster | Sequence[Cluster]]
+) -> AsyncIterator[list[Envoy]]:
+    """Run one for each of ``ends`` until the block ends."""
+    running: list[Envoy] = []
+    try:
+        for index, (doors, clusters) in enumerate(ends):
+            doors = [doors] if isinstance(doors, Door) else doors
+            clusters = [clusters] if isinstance(clusters, Cluster) else clusters
+            running.append(Envoy(doors, clusters, directory / f"envoy-{index}"))
+        await asyncio.gather(*(one.start() for one in running))
+        yield running
+    finally:
+        for one in running:
+            one.end()
+
+
+def _address(text: str) -> Config:
+    if text.startswith("unix:"):
+        return {"pipe": {"path": text.removeprefix("unix:")}}
+    host, _, port = text.rpartition(":")
+    return {"socket_address": {"address": host, "port_value": int(port)}}
