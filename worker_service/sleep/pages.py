@@ -64,11 +64,12 @@ class PagesBackend:
         drop = whole_pages(dropped)
         file = self._write(keep) if keep else None
         _zero_edges(dropped)
+        freed_bytes = sum(map(_resident_bytes, (*keep, *drop)))
         for span in (*keep, *drop):
             _give_back(span)
         num_bytes = sum(span.num_bytes for span in (*keep, *drop))
         self._asleep[tag] = _Asleep(keep, num_bytes, file, [*kept, *dropped])
-        return num_bytes
+        return freed_bytes
 
     def wake_up(self, tag: str) -> None:
         asleep = self._asleep.get(tag)
@@ -132,6 +133,14 @@ def _zero_edges(tensors: Iterable[Tensor]) -> None:
         else:
             ctypes.memset(start, 0, first - start)
             ctypes.memset(last, 0, end - last)
+
+
+def _resident_bytes(span: Span) -> int:
+    """Return how much of a span is in memory: blocks of a cache that were never used take none."""
+    flags = (ctypes.c_ubyte * (span.num_bytes // mmap.PAGESIZE))()
+    if _libc.mincore(ctypes.c_void_p(span.start), ctypes.c_size_t(span.num_bytes), flags):
+        return span.num_bytes
+    return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
 
 
 def _give_back(span: Span) -> None:

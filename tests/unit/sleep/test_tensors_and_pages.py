@@ -89,6 +89,15 @@ def test_kept_memory_comes_back_as_it_was_and_dropped_memory_as_zeros(tmp_path: 
     assert not scale.any()  # though it fills no page
 
 
+def test_memory_that_was_never_used_is_not_counted_as_given_back() -> None:
+    size = mmap.PAGESIZE
+    pages = torch.frombuffer(mmap.mmap(-1, 40 * size), dtype=torch.uint8)
+    pages[3 * size : 5 * size] = 1
+    backend = PagesBackend()
+    assert backend.sleep("kv_cache", kept=[], dropped=[pages]) == 2 * size
+    assert backend.asleep_bytes("kv_cache") == 40 * size
+
+
 def test_what_is_forgotten_needs_no_file_and_wakes_as_zeros(tmp_path: Path) -> None:
     plain = torch.randn(900, 700)
     backend = PagesBackend(str(tmp_path))
