@@ -199,11 +199,11 @@ class ControlPlaneConfig:
     prompt or output (prompt lookup). What the model would not have sampled is dropped: outputs stay the same. 0: off.
     Needs --max-steps-in-flight 1. Pays where text repeats itself, see docs/speculation.md."""
 
-    prompt_lookup_min: int = setting(2, topic=BATCH, read=read_whole, rule=at_least(1, at_most=64), metavar="TOKENS")
+    prompt_lookup_min: int = setting(3, topic=BATCH, read=read_whole, rule=at_least(1, at_most=64), metavar="TOKENS")
     """How many of a row's last tokens must have occurred before, at least, for tokens to be tried ahead. More tries
     less, and less in vain."""
 
-    prompt_lookup_max: int = setting(4, topic=BATCH, read=read_whole, rule=at_least(1, at_most=64), metavar="TOKENS")
+    prompt_lookup_max: int = setting(5, topic=BATCH, read=read_whole, rule=at_least(1, at_most=64), metavar="TOKENS")
     """How many are compared at most: the place where most of them occurred is taken, the last one of several."""
 
     block_size: int = setting(16, topic=CACHE, read=read_whole, rule=at_least(1, at_most=1024), metavar="TOKENS")

@@ -7,8 +7,15 @@ import random
 
 import pytest
 
+from control_plane.delta_recorder import DeltaRecorder
 from control_plane.generation import TextChoice
+from control_plane.text.tokenizer import Tokenizer
 from support.engine_harness import collect, generation, running_engine, scripted
+from support.owners import Owner, Reader
+from support.remote_ranks import remote_ranks
+from support.tiny_checkpoints import tiny_config, write_checkpoint
+from support.waiting import until
+from worker_service.replay import read_entries, replay
 
 VOCAB = ["a", "b", "c", "d", "<|end|>"]
 SPECULATION = {"num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3, "max_steps_in_flight": 1}
@@ -90,3 +97,61 @@ async def test_output_ends_where_it_must_in_the_middle_of_what_was_accepted(samp
     num_tokens = sum(map(len, tried[0].values()))
     if num_tokens > 10:
         assert scheduler.num_accepted_tokens > num_tokens / 2
+
+
+async def test_ranks_of_one_group_try_the_same_and_their_log_replays(tmp_path):
+    model, path = scripted(vocab=VOCAB, sampler="torch"), tmp_path / "deltas.log"
+    plain, _ = await outputs(model, requests_of_every_kind(24))
+    recorder = DeltaRecorder.at(str(path))
+    ranks = {"executor": "mp", "tensor_parallel_size": 2}
+    tried, scheduler = await outputs(model, requests_of_every_kind(24), recorder=recorder, **ranks, **SPECULATION)
+    recorder.close()
+    assert tried == plain
+    assert scheduler.num_accepted_tokens > 15
+    with path.open("rb") as file:
+        (tenure,) = replay(read_entries(file))
+    assert not tenure.difference
+    assert tenure.num_token_digests == tenure.num_results > 20
+
+
+async def test_outputs_of_a_real_model_are_the_same_where_batches_do_not_matter(tmp_path):
+    directory = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
+    vocabulary = [*(f"<{place}>" for place in range(210)), "<end>"]
+    (directory / "tokenizer.json").write_text(Tokenizer.for_scripted(vocabulary).to_json())
+    settings = {"dtype": "float32", "batch_invariant": True, "block_size": 16, "num_kv_blocks": 40}
+    # Greedy and cool ones run in circles sooner or later, which is what is tried.
+    plain, _ = await outputs(str(directory), requests_of_every_kind(10), **settings)
+    tried, scheduler = await outputs(str(directory), requests_of_every_kind(10), **settings, **SPECULATION)
+    for number, (one, other) in enumerate(zip(plain, tried, strict=True)):
+        assert one == other, f"r{number}"
+    assert scheduler.num_accepted_tokens > 20
+
+
+async def test_next_owner_goes_on_from_what_was_accepted(tmp_path):
+    model = scripted(vocab=VOCAB, sampler="numpy", step_time_s=0.01)
+
+    def made():
+        for number in range(4):
+            yield generation(f"r{number}", [0, 1, 0, 1, number], max_tokens=100, seed=number, temperature=0.9)
+
+    plain, _ = await outputs(model, made())
+    settings = {"model": model, "max_model_len": 120, **SPECULATION}
+    with remote_ranks(1, directory=tmp_path) as ranks:
+        async with asyncio.timeout(60):
+            first = await Owner(ranks.addresses, **settings).start()
+            readers = [Reader(f"r{number}", tokens[0]) for number, (tokens, *_) in enumerate(plain)]
+            for reader, wanted in zip(readers, made(), strict=True):
+                await reader.begin(first, wanted)
+            await until(lambda: all(len(reader.token_ids) > 15 for reader in readers), "some tokens of each")
+            accepted = first.engine._scheduler.num_accepted_tokens
+            await first.die()
+            assert accepted > 3
+            # How many are tried is the group's: an owner that was told nothing of it goes on as the first did.
+            second = await Owner(ranks.addresses, model=model, max_model_len=120).start()
+            assert second.engine._scheduler.limits.num_speculative_tokens == 4
+            for reader in readers:
+                await reader.resume(second)
+            for reader in readers:
+                await reader.whole()
+            assert second.engine._scheduler.num_accepted_tokens > 3
+            await second.leave()

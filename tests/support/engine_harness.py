@@ -11,6 +11,7 @@ from typing import Any
 
 from control_plane.assembly import build_engine, build_group
 from control_plane.config import ControlPlaneConfig, resolve_auto
+from control_plane.delta_recorder import DeltaRecorder
 from control_plane.engine import Engine
 from control_plane.engine_status import RequestIds
 from control_plane.generation import (
@@ -46,17 +47,18 @@ async def running_engine(
     ids: RequestIds | None = None,
     grammars: GrammarCompiler | None = None,
     trace: GroupTrace | None = None,
+    recorder: DeltaRecorder | None = None,
     **config: Any,
 ) -> AsyncIterator[Engine]:
     """Form a group, run an engine on it, and check the books when the block ends.
 
     ``grammars`` stay open, for several engines one after another; without them the engine has its own. So does
-    ``trace``, if there is one.
+    ``trace`` and ``recorder``, if there are.
     """
     # One thread: tests run side by side, and threads of one step that wait for each other crawl on shared cores.
     config = {"executor": "uni", "device": "cpu", "num_threads": 1, **config}
     resolved = resolve_auto(ControlPlaneConfig(model=model, **config), has_gpu=False, on_terminal=False)
-    group = build_group(resolved, model, "", trace=trace)
+    group = build_group(resolved, model, "", trace=trace, recorder=recorder)
     facts = await group.form()
     text = load_model_text(model)
     own = GrammarCompiler(lambda: text)

@@ -30,8 +30,7 @@ def propose(known: Int32Array, max_tokens: int, lookup_min: int, lookup_max: int
     """
     ends = np.flatnonzero(known[:-1] == known[-1])
     num_equal = 1
-    while num_equal < lookup_max:
-        longer = ends[ends >= num_equal]
+    while num_equal < lookup_max and len(longer := ends[ends >= num_equal]):
         longer = longer[known[longer - num_equal] == known[-1 - num_equal]]
         if not len(longer):
             break
