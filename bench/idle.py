@@ -1,6 +1,6 @@
 """Is the device ever kept waiting by the server in front of it?
 
-A device that takes 5 ms for every step, whatever is in it (a scripted worker in a process of its own), 256 streams of
+A device that takes 5 ms for every step (`bench/fake_worker.py`, in a process of its own), 256 streams of
 token ids that are read through the door over a Unix socket, and the same with text and 10 ms. That is 51 200 tokens a
 second, and a write of one message costs more than 40 µs: whatever the server does, it cannot tell every client of every
 token at once. What it must do is plan the next step first, and let tokens that wait go together.
@@ -10,7 +10,8 @@ longer than it sleeps, which counts as idle here.
 
 Some clients may stop reading after their first message, until the window is over: nobody else may notice.
 
-The clients run in this process, at a lower priority than the server: elsewhere they would have machines of their own.
+The clients run in this process, by a client that takes little (`bench/frugal_client.py`) at a lower priority than the
+server: elsewhere they would have machines of their own.
 
 Examples:
   python bench/idle.py                                     # token ids with 5 ms, text with 10 ms, one client stalled
@@ -39,11 +40,13 @@ import grpc.aio
 from rich.console import Console
 from rich.table import Table
 
+from frugal_client import FrugalClient
 from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
-from processes import Started, Surroundings, children_of, until
+from processes import Started, Surroundings, until
 
 MAX_LEN = 16384
 PROMPT_TOKENS = 16
+METHOD = "/maniple.v1.InferenceService/Generate"
 GOAL = 0.10
 # Little words, so that every token is text at once and none ends the output.
 WORDS = tuple(f" {first}{second}" for first in "bcdfghklmnprstvw" for second in ("a", "e", "i", "o", "u", "ay", "oo"))
@@ -56,6 +59,14 @@ class Reader:
     num_tokens: int = 0
     num_messages: int = 0
     arrivals: list[float] = field(default_factory=list)
+
+    def take(self, message: bytes) -> None:
+        """Count what one message brings."""
+        response = inference_pb2.GenerateResponse.FromString(message)
+        if response.WhichOneof("event") == "chunk":
+            self.num_messages += 1
+            self.num_tokens += len(response.chunk.token_ids)
+            self.arrivals.append(time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +84,19 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def command(case: Case, socket: str) -> list[str]:
+def worker_command(socket: str) -> list[str]:
+    program = str(Path(__file__).with_name("fake_worker.py"))
+    return [sys.executable, program, "--listen", f"unix:{socket}", "--log-level", "warning"]
+
+
+def command(case: Case, socket: str, worker: str) -> list[str]:
     options = {"step_time_s": case.step_ms / 1000, "max_position": MAX_LEN, "sampler": "numpy"}
     if case.name == "text":
         options["vocab"] = [*WORDS, "<end>"]  # type: ignore[assignment]
     flags = {
         "listen": f"unix:{socket}",
         "model": f"scripted:{json.dumps(options)}",
-        "executor": "mp",
+        "worker-addresses": f"unix:{worker}",
         "max-num-seqs": case.streams + case.stalled,
         "max-num-batched-tokens": max(2048, case.streams + case.stalled),
         "max-steps-in-flight": case.in_flight,
@@ -89,7 +105,7 @@ def command(case: Case, socket: str) -> list[str]:
         "announce": "json",
     }
     flat = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "control_plane.cli.main", "serve", *flat]
+    return [sys.executable, "-m", "control_plane.cli.main", "control-plane", *flat]
 
 
 def request_of(case: Case, number: int) -> bytes:
@@ -101,20 +117,12 @@ def request_of(case: Case, number: int) -> bytes:
     return request.SerializeToString()
 
 
-async def read(call: Any, reader: Reader, stop_after_first: asyncio.Event | None) -> None:
-    """Read a stream for good; with an event, only its first message before the event is set."""
-    while True:
-        message = await call.read()
-        if message is grpc.aio.EOF:
-            return
-        response = inference_pb2.GenerateResponse.FromString(message)
-        if response.WhichOneof("event") != "chunk":
-            continue
-        reader.num_messages += 1
-        reader.num_tokens += len(response.chunk.token_ids)
-        reader.arrivals.append(time.monotonic())
-        if stop_after_first is not None and reader.num_messages == 1:
-            await stop_after_first.wait()
+async def read_late(call: Any, reader: Reader, resume: asyncio.Event) -> None:
+    """Read the first tokens of a stream, and the others once the event is set."""
+    while (message := await call.read()) is not grpc.aio.EOF:
+        reader.take(message)
+        if reader.num_messages == 1:
+            await resume.wait()
 
 
 async def steps_done(admin: Any) -> int:
@@ -123,36 +131,39 @@ async def steps_done(admin: Any) -> int:
 
 
 async def measure(case: Case, window_s: float, surroundings: Surroundings) -> dict[str, Any]:
-    socket = str(surroundings.directory / f"{case.name}.sock")
-    server = surroundings.start(command(case, socket), case.name)
+    socket, worker_socket = (str(surroundings.directory / f"{case.name}-{name}.sock") for name in ("door", "rank"))
+    worker = surroundings.start(worker_command(worker_socket), f"{case.name}-worker")
+    server = surroundings.start(command(case, socket, worker_socket), f"{case.name}-server")
     try:
-        return await measure_started(case, window_s, server, socket)
+        return await measure_started(case, window_s, server, worker, socket)
     except (Exception, asyncio.CancelledError):
-        print(server.log_tail(), file=sys.stderr)
+        print(server.log_tail(), worker.log_tail(), sep="\n", file=sys.stderr)
         raise
     finally:
         await server.end()
+        await worker.end()
 
 
-async def measure_started(case: Case, window_s: float, server: Started, socket: str) -> dict[str, Any]:
+async def measure_started(case: Case, window_s: float, server: Started, worker: Started, socket: str) -> dict[str, Any]:
     await until(lambda: server.events("ready"), 60, "readiness")
     # A window of a kilobyte: who does not read is felt by the server soon, instead of after thousands of tokens.
     small = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
     channel = grpc.aio.insecure_channel(f"unix:{socket}")
     slow_channel = grpc.aio.insecure_channel(f"unix:{socket}", options=small)
+    client = await FrugalClient.connect(socket)
     resume = asyncio.Event()
     readers, stalled = [Reader() for _ in range(case.streams)], [Reader() for _ in range(case.stalled)]
     tasks = []
     try:
         admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
-        for number, reader in enumerate([*readers, *stalled]):
-            is_stalled = number >= case.streams
-            generate = (slow_channel if is_stalled else channel).unary_stream("/maniple.v1.InferenceService/Generate")
-            call = generate(request_of(case, number))
-            tasks.append(asyncio.create_task(read(call, reader, resume if is_stalled else None)))
+        for number, reader in enumerate(readers):
+            client.call(METHOD, request_of(case, number), reader.take)
+        for number, reader in enumerate(stalled, len(readers)):
+            call = slow_channel.unary_stream(METHOD)(request_of(case, number))
+            tasks.append(asyncio.create_task(read_late(call, reader, resume)))
         await until(lambda: all(one.num_messages for one in [*readers, *stalled]), 60, "a first token of every stream")
         await asyncio.sleep(1.0)
-        pids = server.pid, *children_of(server.pid)
+        pids = server.pid, worker.pid
         for one in readers:
             one.num_tokens = one.num_messages = 0
             one.arrivals.clear()
@@ -162,6 +173,8 @@ async def measure_started(case: Case, window_s: float, server: Started, socket: 
         cores = [(cpu_s(pid) - before) / wall_s for pid, before in zip(pids, cpu_before, strict=True)]
         gaps = sorted(b - a for one in readers for a, b in zip(one.arrivals, one.arrivals[1:], strict=False))
         num_tokens, num_messages = sum(r.num_tokens for r in readers), sum(r.num_messages for r in readers)
+        assert not client.ended, "streams ended before their last token"
+        assert not client.is_lost, "the connection was lost"
         late = [one.num_messages for one in stalled]
         told_late = [one.num_tokens for one in stalled]
         if stalled:
@@ -186,7 +199,7 @@ async def measure_started(case: Case, window_s: float, server: Started, socket: 
                 "max": round(gaps[-1] * 1e3, 1),
             },
             "server_cores": round(cores[0], 2),
-            "worker_cores": round(sum(cores[1:]), 2),
+            "worker_cores": round(cores[1], 2),
             "stalled_messages": [max(late, default=0), max((r.num_messages for r in stalled), default=0)],
             "stalled_tokens": [max(told_late, default=0), max((r.num_tokens for r in stalled), default=0)],
         }
@@ -194,6 +207,7 @@ async def measure_started(case: Case, window_s: float, server: Started, socket: 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        client.close()
         await channel.close()
         await slow_channel.close()
 
@@ -246,7 +260,9 @@ async def main() -> None:
     for one in results:
         bench = f"device idle, {one['streams']} streams of {one['case']}, steps of {one['step_ms']:g} ms"
         ours = one.pop("idle_share")
-        print(json.dumps({"bench": bench, "ours": ours, "peer": None, "ratio": None, "goal": f"ours <= {GOAL:g}", **one}))
+        print(
+            json.dumps({"bench": bench, "ours": ours, "peer": None, "ratio": None, "goal": f"ours <= {GOAL:g}", **one})
+        )
 
 
 if __name__ == "__main__":

@@ -1,29 +1,50 @@
 """Let the readers of streams run a few at a time, so that the next step is planned before the last of them has written.
 
-A step gives hundreds of streams a token each, and writing one costs some 60 µs: woken together, they would hold the
-event loop for longer than a step takes, and the device would wait. So they take turns. Whoever waits for its turn
-meanwhile gets more tokens in one message, which is what makes many streams affordable at all.
+A step gives hundreds of streams a token each, and writing one message costs some 40 µs: woken together, they would hold
+the event loop for longer than a step takes, and the device would wait. So they take turns, first come, first served.
+Whoever waits for its turn meanwhile gets more tokens in one message, which is what makes many streams affordable.
+
+And there are only so many turns a second that the loop has time left for nothing at all: a loop that is never idle sees
+late that a step has come back, and the device waits again. How many that are is found out: more while the loop is idle
+for more than a quarter of the time, fewer while it is not, but never so few that engines which could use all of the
+time starve the readers. Where fewer streams are read than that, everybody runs at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from weakref import WeakKeyDictionary
 
-# Readers that run between two looks at what else has happened: about half a millisecond.
-AT_ONCE = 8
+# Readers in one pass of the loop, until somebody looks again whether a step has come back.
+FEW = 2
+# Of the time, beyond which there are fewer turns.
+MOST_BUSY = 0.75
+# Turns a second: at first, at least (a quarter of the time of a slow core), and at most.
+FIRST_RATE, LEAST_RATE, MOST_RATE = 10_000.0, 5_000.0, 100_000.0
+# How often the rate is looked at, and what it is changed by then.
+LOOK_EVERY_S, CHANGE = 0.05, 1.1
+# What is saved up when nobody reads: a slow device's step wakes its readers all at once.
+SAVED_S = 0.03
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
 
 
 class Turns:
-    """The turns of one event loop, first come, first served."""
+    """The turns of one event loop, in whose thread it is used."""
 
     def __init__(self) -> None:
-        self._left = AT_ONCE  # of the present pass of the loop
+        self.rate = FIRST_RATE  # turns a second
+        self._saved = SAVED_S * self.rate  # turns
+        self._saved_at = self._looked_at = time.monotonic()
+        self._cpu_at_look_s = time.thread_time()
+        self._left = FEW  # of the present pass of the loop
+        self._num_given = 0  # in the present pass
+        self._pass_at = 0.0  # when it began, if the next one follows at once
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_armed = False  # the next pass will be noticed
+        self._next: asyncio.Handle | None = None  # what begins the next pass
+        self._follows = False  # it is the very next of the loop
 
     @classmethod
     def here(cls) -> Turns:
@@ -36,29 +57,59 @@ class Turns:
 
     def take(self) -> bool:
         """Take a turn at once; False: there is none, get in line."""
-        if self._waiting or not self._left:
+        if self._waiting or not self._left or self._saved < 1:
             return False
-        self._left -= 1
-        self._arm()
+        self._give()
+        self._go_on()
         return True
 
     def line_up(self, waiter: asyncio.Future[None]) -> None:
         """Resolve a future when its turn comes. One that was cancelled meanwhile takes none."""
         self._waiting.append(waiter)
-        self._arm()
+        self._go_on()
 
-    def _arm(self) -> None:
-        if not self._is_armed:
-            self._is_armed = True
-            asyncio.get_running_loop().call_soon(self._begin_pass)
+    def _give(self) -> None:
+        self._left -= 1
+        self._num_given += 1
+        self._saved -= 1
+
+    def _go_on(self) -> None:
+        """See to it that there is a next pass: at once, or as soon as there are turns again."""
+        if self._next is not None:
+            return
+        loop = asyncio.get_running_loop()
+        self._follows = self._saved >= 1
+        if self._follows:
+            self._pass_at = time.monotonic()
+            self._next = loop.call_soon(self._begin_pass)
+        else:
+            self._next = loop.call_later((FEW - self._saved) / self.rate, self._begin_pass)
 
     def _begin_pass(self) -> None:
-        self._is_armed = False
-        self._left = AT_ONCE
-        while self._waiting and self._left:
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._look(now)
+        self._saved = min(self._saved + self.rate * (now - self._saved_at), SAVED_S * self.rate)
+        # Engines that take long for a pass leave readers their part of the next one.
+        pass_s = now - self._pass_at if self._follows else 0.0
+        self._left = max(FEW, int(self.rate * pass_s))
+        self._next, self._saved_at, self._num_given = None, now, 0
+        while self._waiting and self._left and self._saved >= 1:
             waiter = self._waiting.popleft()
             if not waiter.done():
                 waiter.set_result(None)
-                self._left -= 1
-        if self._left < AT_ONCE:
-            self._arm()
+                self._give()
+        if self._num_given or self._waiting:
+            self._go_on()
+
+    def _look(self, now: float) -> None:
+        cpu_s = time.thread_time()
+        busy = (cpu_s - self._cpu_at_look_s) / (now - self._looked_at)
+        self.rate = changed_rate(self.rate, busy)
+        self._looked_at, self._cpu_at_look_s = now, cpu_s
+
+
+def changed_rate(rate: float, busy: float) -> float:
+    """Return the rate of turns that follows on one under which the loop was busy for this part of the time."""
+    changed = rate / CHANGE if busy > MOST_BUSY else rate * CHANGE
+    return min(max(changed, LEAST_RATE), MOST_RATE)
