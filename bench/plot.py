@@ -24,7 +24,9 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from results import DIRECTORY, HERE, read
 
@@ -72,6 +74,7 @@ def latency(lines: Lines) -> Figure | None:
                 label = NAMES.get(name, name) if number == 0 else None
                 axes.step(values, shares, where="post", color=COLOURS.get(name), alpha=0.8, label=label)
         axes.set_xscale("log")
+        _number_plainly(axes.xaxis)
         _named(axes, f"{title}, ms", "% of values that are no larger" if kind == "ttft" else "", "")
     figure.suptitle("Poisson arrivals at 70 % of what vLLM can do; one line a run", fontsize=10)
     return figure
@@ -100,9 +103,11 @@ def steps(lines: Lines) -> Figure | None:
             axes.plot(at, cost, marker="o", label=NAMES[name].split()[0], color=COLOURS[name])
     _named(by_rows, f"decoding rows, context {shortest}", "host µs a step", "")
     _named(by_context, f"context in tokens, {most} rows", "", "")
-    by_context.set_xscale("log", base=2)
+    by_context.set_xscale("log")
+    _number_plainly(by_context.xaxis)
     for axes in (by_rows, by_context):
         axes.set_yscale("log")
+        _number_plainly(axes.yaxis)
     figure.suptitle("What a steady step costs the control plane", fontsize=10)
     return figure
 
@@ -110,6 +115,13 @@ def steps(lines: Lines) -> Figure | None:
 def _first(lines: Lines, row: str, key: str) -> Any:
     """Return what the first line of a row has under a key: raw figures stand there once. Empty where there is none."""
     return next((line[key] for bench, line in lines.items() if bench.startswith(row) and key in line), [])
+
+
+def _number_plainly(axis: Axis) -> None:
+    """Have a logarithmic axis say 20 and 50, not 2 x 10^1 and 5 x 10^1."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _named(axes: Axes, x: str, y: str, title: str) -> None:

@@ -115,7 +115,7 @@ def main() -> int:
     for name, bound_s in (("warm", 5.0), ("first time", 15.0)):
         figure = Figure(path="", suffix=name, unit="s", better="less", goal=ours_at_most(bound_s))
         if times := result[f"{name.replace(' ', '_')}_s"]["first_token"]:
-            print(short(line_of("start to first token,", figure, [(one, None) for one in times], {})))
+            print(short(line_of("to the first token,", figure, [(one, None) for one in times], {})))
     return 0
 
 

