@@ -33,14 +33,12 @@ def run(device: str, report: Report) -> None:
     all_reduce(x)
     assert torch.equal(x, expected), "a sum over one rank is not what it was"
 
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(where)
-    with torch.cuda.stream(stream):
-        y = x + 1
+    graph, y = torch.cuda.CUDAGraph(), torch.empty_like(x)
+    torch.cuda.synchronize()
+    # As graphs are recorded: NCCL's own threads may use CUDA meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y.copy_(x).add_(1)
         all_reduce(y)
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            y.copy_(x).add_(1)
-            all_reduce(y)
     y.zero_()
     graph.replay()
     torch.cuda.synchronize()

@@ -175,3 +175,10 @@ def test_a_layer_adds_up_once_for_attention_and_once_for_its_mlp(
     run_ranks(2, one_step)
     # Two ranks; the embedding, and each of three layers twice.
     assert counts == [(3, config["hidden_size"])] * 2 * (1 + 2 * 3)
+
+
+def test_the_operators_page_has_every_setting_with_its_value() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
+    for name, value in missing_settings({}, "127.0.0.1").items():
+        [row] = [line for line in page.splitlines() if line.startswith(f"| `{name}`")]
+        assert value in row.split("|")[2]
