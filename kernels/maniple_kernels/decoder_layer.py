@@ -22,18 +22,21 @@ from torch import Tensor
 from maniple_kernels.backend import fits_cpu_kernels
 from maniple_kernels.linear import PANEL
 from maniple_kernels.paged_attention import LOG2_E, AttentionPlan
+from maniple_kernels.quantized_linear import GroupedWeights, arrays_of
 
 Arrays = tuple[Any, ...]
+LinearWeights = tuple[Tensor | GroupedWeights, Tensor | None]
+"""Weights and bias, if there is one: of the type of the norms with panels, else float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. Linears are panels (``linear.pack_panels``) and a bias or None."""
+    """One layer. All linears are panels (``linear.pack_panels``), or all are of 8 or 4 bits (``quantized_linear``)."""
 
-    qkv: tuple[Tensor, Tensor | None]
-    output: tuple[Tensor, Tensor | None]
-    gate_up: tuple[Tensor, Tensor | None]  # all gates, then all ups
-    down: tuple[Tensor, Tensor | None]
+    qkv: LinearWeights
+    output: LinearWeights
+    gate_up: LinearWeights  # all gates, then all ups
+    down: LinearWeights
     attention_norm: Tensor
     mlp_norm: Tensor
     head_norms: tuple[Tensor, Tensor] | None  # of queries and keys
@@ -70,11 +73,19 @@ class DecoderLayers:
         self._shape = shape
         self._dtype = layers[0].attention_norm.dtype
         self._cos_sin = flat(cos_sin)
+        self._is_quantized = isinstance(layers[0].down[0], GroupedWeights)
         nothing = flat(torch.empty(0, dtype=self._dtype))
+        no_bias = flat(torch.empty(0)) if self._is_quantized else nothing
         self._weights: list[tuple[Arrays, Arrays, Arrays]] = []
         for layer in layers:
             linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
-            products = [(flat(panels), nothing if bias is None else flat(bias)) for panels, bias in linears]
+            products = [
+                (
+                    arrays_of(weights) if isinstance(weights, GroupedWeights) else flat(weights),
+                    no_bias if bias is None else flat(bias),
+                )
+                for weights, bias in linears
+            ]
             norms = (layer.attention_norm, layer.mlp_norm, *(layer.head_norms or ()))
             arrays = tuple(flat(norm) for norm in norms) + (nothing,) * (4 - len(norms))
             numbers = np.float32(shape.eps), np.float32(shape.scale * LOG2_E), layer.window
@@ -107,6 +118,7 @@ class DecoderLayers:
             plan: of this step.
         """
         from maniple_kernels.cpu.decoder_layer import run_layer
+        from maniple_kernels.cpu.quantized_layer import run_quantized_layer
         from maniple_kernels.cpu.simd import flat
         from maniple_kernels.cpu.threads import use_threads
 
@@ -117,9 +129,10 @@ class DecoderLayers:
         self._look_at(kv)
         sizes = shape.num_kv_heads, group, shape.head_dim, kv[0][0].shape[3], width
         stream, tokens = flat(residual), (positions.numpy(), slots.numpy())
+        run = run_quantized_layer if self._is_quantized else run_layer
         use_threads(num_tokens * shape.size * (width + 3 * shape.inner_size))
         for (products, norms, numbers), cache in zip(self._weights, self._caches, strict=True):
-            run_layer(
+            run(
                 stream,
                 num_tokens,
                 shape.size,
@@ -141,8 +154,11 @@ class DecoderLayers:
         from maniple_kernels.cpu.simd import flat
 
         shape = self._shape
-        sizes = (shape.size, width, shape.num_heads * shape.head_dim, shape.inner_size)
-        types = (self._dtype, torch.float32, self._dtype, self._dtype)
+        sizes = [shape.size, width, shape.num_heads * shape.head_dim, shape.inner_size]
+        types = [self._dtype, torch.float32, self._dtype, self._dtype]
+        if self._is_quantized:
+            sizes.insert(3, 2 * shape.inner_size)
+            types = [torch.float32] * 5
         self._buffers = tuple(
             flat(torch.empty(num_tokens * size, dtype=dtype)) for size, dtype in zip(sizes, types, strict=True)
         )

@@ -20,6 +20,7 @@ All linears of the demo model on two Zen 5 cores, in ms at 1 / 8 / 32 / 128 rows
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,9 +141,7 @@ def quantized_linear(x: Tensor, weights: GroupedWeights, bias: Tensor | None, dt
         flat(x),
         num_rows,
         weights.num_inputs // GROUP,
-        flat(weights.codes),
-        _bits(weights.scales),
-        None if weights.leasts is None else _bits(weights.leasts),
+        arrays_of(weights),
         _NO_BIAS if bias is None else flat(bias),
         num_tiles,
         flat(out),
@@ -150,5 +149,9 @@ def quantized_linear(x: Tensor, weights: GroupedWeights, bias: Tensor | None, dt
     return out[:, : weights.num_outputs].to(dtype).contiguous()
 
 
-def _bits(halves: Tensor) -> np.ndarray:
-    return halves.view(torch.uint16).reshape(-1).numpy()
+def arrays_of(weights: GroupedWeights) -> tuple[Any, Any, Any]:
+    """Return codes, scales and least weights as the kernels take them, which share the tensors' memory."""
+    from maniple_kernels.cpu.simd import flat
+
+    leasts = None if weights.leasts is None else flat(weights.leasts.view(torch.uint16))
+    return flat(weights.codes), flat(weights.scales.view(torch.uint16)), leasts

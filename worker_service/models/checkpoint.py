@@ -24,6 +24,7 @@ from service_chassis.errors import InvalidParameter
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCKS = {"U8": torch.uint8}  # of weights that stay quantized
 _LONGEST_HEADER = 100_000_000
 
 
@@ -57,7 +58,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """One tensor of a file, as its header describes it."""
 
     path: Path
@@ -85,7 +86,17 @@ def load_checkpoint(
     Raises:
         InvalidParameter: names the file and the tensor that is missing, cut, of a wrong shape or type, or unknown.
     """
-    entries = check_checkpoint(directory, slots, ignored=ignored)
+    read_tensors(check_checkpoint(directory, slots, ignored=ignored), slots, progress=progress)
+
+
+def read_tensors(
+    entries: Mapping[str, Entry], slots: Mapping[str, Slot], *, progress: Callable[[float, str], None]
+) -> None:
+    """Fill slots from what ``check_checkpoint`` found, some or all of those that it compared.
+
+    Raises:
+        InvalidParameter: a file was cut meanwhile.
+    """
     total = sum(slot.target.numel() for slot in slots.values())
     done = 0
     by_file: dict[Path, list[str]] = {}
@@ -101,13 +112,13 @@ def load_checkpoint(
 
 def check_checkpoint(
     directory: Path, slots: Mapping[str, Slot], *, ignored: Callable[[str], bool]
-) -> Mapping[str, _Entry]:
+) -> Mapping[str, Entry]:
     """Compare the headers of all files with the slots, whose tensors may be on the meta device, and return them.
 
     Raises:
         InvalidParameter: as ``load_checkpoint``.
     """
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Entry] = {}
     for path in _files(directory):
         entries.update(_read_header(path))
     for name, entry in entries.items():
@@ -117,8 +128,9 @@ def check_checkpoint(
         if name not in entries:
             index = directory / INDEX_FILE
             _refuse(index if index.exists() else directory / SINGLE_FILE, name, "must be in the checkpoint")
-        if entries[name].kind not in _DTYPES:
-            _refuse(entries[name].path, name, f"must be of type {', '.join(_DTYPES)}, not {entries[name].kind}")
+        allowed = _BLOCKS if slot.target.dtype is torch.uint8 else _DTYPES
+        if entries[name].kind not in allowed:
+            _refuse(entries[name].path, name, f"must be of type {', '.join(allowed)}, not {entries[name].kind}")
         if entries[name].shape != slot.full_shape:
             rule = f"must have shape {slot.full_shape}, as config.json says, not {entries[name].shape}"
             _refuse(entries[name].path, name, rule)
@@ -157,7 +169,7 @@ def _files(directory: Path) -> list[Path]:
     return [directory / file for file in sorted(set(names.values()))]
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _read_header(path: Path) -> dict[str, Entry]:
     """Return what the file holds, after a check that it is all there."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -174,24 +186,24 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     for name, entry in entries.items():
         if entry.start + entry.num_bytes > size:
             _refuse(path, name, f"ends at byte {entry.start + entry.num_bytes}, the file at {size}: it is cut off")
-        dtype = _DTYPES.get(entry.kind)
+        dtype = (_DTYPES | _BLOCKS).get(entry.kind)
         if dtype is not None and entry.num_bytes != math.prod(entry.shape) * dtype.itemsize:
             _refuse(path, name, f"has {entry.num_bytes} bytes, which does not fit shape {entry.shape}")
     return entries
 
 
-def _entry(path: Path, data_start: int, described: Mapping[str, Any]) -> _Entry:
+def _entry(path: Path, data_start: int, described: Mapping[str, Any]) -> Entry:
     begin, end = described["data_offsets"]
     if not 0 <= begin <= end:
         raise ValueError(f"data_offsets {begin}, {end}")
     shape = [int(size) for size in described["shape"]]
     kind = str(described["dtype"])
-    return _Entry(path, kind, shape, data_start + begin, end - begin)
+    return Entry(path, kind, shape, data_start + begin, end - begin)
 
 
-def _fill(file: BinaryIO, name: str, entry: _Entry, slot: Slot) -> None:
+def _fill(file: BinaryIO, name: str, entry: Entry, slot: Slot) -> None:
     """Read what the slot keeps of a tensor, and nothing else."""
-    target, dtype = slot.target, _DTYPES[entry.kind]
+    target, dtype = slot.target, (_DTYPES | _BLOCKS)[entry.kind]
     direct = target.is_contiguous() and target.dtype is dtype and target.device.type == "cpu"
     kept = target if direct else torch.empty(target.shape, dtype=dtype)
     # The file holds rows of ``stride`` bytes each, one for every place in the dimensions before the cut one; of each
@@ -209,7 +221,7 @@ def _fill(file: BinaryIO, name: str, entry: _Entry, slot: Slot) -> None:
         target.copy_(kept)
 
 
-def _read_into(file: BinaryIO, name: str, entry: _Entry, start: int, buffer: memoryview) -> None:
+def _read_into(file: BinaryIO, name: str, entry: Entry, start: int, buffer: memoryview) -> None:
     read = 0
     while read < len(buffer):
         count = os.preadv(file.fileno(), [buffer[read:]], start + read)

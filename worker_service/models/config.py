@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class LlamaConfig:
     qk_norm: bool
     windows: tuple[int, ...]  # per layer: keys a token sees, 0 is all
     dtype: str  # of the checkpoint, as its configuration says
+    blocks: Mapping[str, str] = field(default_factory=dict)  # tensor -> kind of the GGUF blocks that it is kept in
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,9 @@ class _Traits:
     qk_norm: bool = False
     window: str = "none"  # none, always (`sliding_window` holds), switched (`use_sliding_window`)
 
+
+GGUF_BLOCKS = "gguf_blocks"  # quant_method of a directory that keeps the blocks of a GGUF file
+BLOCK_KINDS = ("Q8_0", "Q4_0", "Q4_1")
 
 ARCHITECTURES: Mapping[str, _Traits] = {
     "LlamaForCausalLM": _Traits(mlp_bias=None),
@@ -128,6 +132,7 @@ def parse_config(raw: Mapping[str, Any], faults: list[Fault]) -> LlamaConfig | N
         mlp_bias=fields.boolean("mlp_bias") if traits.mlp_bias is None else traits.mlp_bias,
         qk_norm=traits.qk_norm,
         windows=_windows(raw, traits, num_layers, fields),
+        blocks=_blocks(raw, faults),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
     )
 
@@ -135,10 +140,24 @@ def parse_config(raw: Mapping[str, Any], faults: list[Fault]) -> LlamaConfig | N
 def _check_unsupported(raw: Mapping[str, Any], faults: list[Fault]) -> None:
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         faults.append(("hidden_act", raw["hidden_act"], "must be silu"))
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"]
-        method = method.get("quant_method", method) if isinstance(method, dict) else method
-        faults.append(("quantization_config", method, "must be absent: quantized checkpoints are not supported"))
+
+
+def _blocks(raw: Mapping[str, Any], faults: list[Fault]) -> dict[str, str]:
+    """Return which tensors are kept in which blocks of a GGUF file, as ``gguf_convert`` writes it."""
+    found = raw.get("quantization_config")
+    if found is None:
+        return {}
+    method = found.get("quant_method", found) if isinstance(found, dict) else found
+    if method != GGUF_BLOCKS:
+        rule = f"must be absent, or {GGUF_BLOCKS} as our converter writes it: other quantized checkpoints are not read"
+        faults.append(("quantization_config", method, rule))
+        return {}
+    kinds = found.get("tensors")
+    if not isinstance(kinds, dict) or not kinds or any(kind not in BLOCK_KINDS for kind in kinds.values()):
+        rule = f"must name {', '.join(BLOCK_KINDS)} for each tensor in blocks"
+        faults.append(("quantization_config.tensors", kinds, rule))
+        return {}
+    return kinds
 
 
 def _windows(raw: Mapping[str, Any], traits: _Traits, num_layers: int, fields: _Reader) -> tuple[int, ...]:

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from maniple_kernels.decoder_layer import LinearWeights
 from maniple_kernels.linear import fits_panels, multiply_panels, pack_panels
+from maniple_kernels.quantized_linear import GroupedWeights, dequantize, quantized_linear
 from worker_service.models.checkpoint import Slot
+from worker_service.models.quantization import BlockRows, Quantization, empty_blocks, group_weights
 from worker_service.tensor_group import TensorGroup
 
 # Rows of one tile under --batch-invariant. A matrix product of exactly this many rows gives a row the same bits
@@ -41,6 +44,7 @@ class Placement:
     batch_invariant: bool = False
     # Of this rank alone unless one is given, which joins the others before the first forward.
     group: TensorGroup = field(default_factory=lambda: TensorGroup(torch.device("cpu")))
+    quantization: Quantization = field(default_factory=Quantization)
 
     def share(self, size: int, what: str) -> int:
         """Return this rank's part of a dimension that is split evenly."""
@@ -77,24 +81,42 @@ class Linear:
         self._panels: Tensor | None = None  # see maniple_kernels.linear
         self._packed: Tensor | None = None  # by oneDNN, where there are no panels, or for many rows
         self._added_bias = True  # by this rank
+        self._blocks: dict[int, BlockRows] = {}  # first output -> what is read in blocks, until ``pack``
+        self.grouped: GroupedWeights | None = None  # since ``pack``, with quantization
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights, in whichever form they are kept."""
-        return sum(
+        grouped = 0 if self.grouped is None else self.grouped.num_bytes
+        return grouped + sum(
             tensor.numel() * tensor.element_size()
             for tensor in (self.weight, self._panels, self._packed, self.bias)
             if tensor is not None
         )
 
+    def _kept(self, name: str, first: int, last: int) -> Tensor:
+        """Return where weights of the outputs [first, last) are read to: blocks stay blocks until ``pack``."""
+        placement = self._placement
+        kind = placement.quantization.blocks.get(name)
+        if kind is None:
+            return self.weight[first:last]
+        self._blocks[first] = empty_blocks(kind, last - first, self.weight.shape[1], placement.device)
+        return self._blocks[first].rows
+
     @property
-    def panels(self) -> tuple[Tensor, Tensor | None] | None:
-        """Panels and bias as ``maniple_kernels.decoder_layer`` takes them; None if the weights lie in another form."""
-        return None if self._panels is None else (self._panels, self.bias)
+    def fused_weights(self) -> LinearWeights | None:
+        """Weights and bias as ``maniple_kernels.decoder_layer`` takes them; None if they lie in another form."""
+        weights = self._panels if self.grouped is None else self.grouped
+        return None if weights is None else (weights, self.bias)
 
     def pack(self, *, keep_weight: bool = False) -> None:
         """Reorder the weight where that helps; the plain one is let go unless somebody else needs it."""
         placement = self._placement
+        if placement.quantization:
+            self.grouped = group_weights(self.weight, self._blocks, placement.quantization)
+            self.bias = None if self.bias is None else self.bias.float()
+            self.weight, self._blocks = placement.empty(0, 0), {}
+            return
         if fits_panels(self.weight):
             self._panels = pack_panels(self.weight)
         wanted = self._panels is None or has_matrix_units(placement.dtype)
@@ -108,6 +130,8 @@ class Linear:
 
     def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiply; the result is of ``dtype`` where the form of the weights allows to choose."""
+        if self.grouped is not None:
+            return quantized_linear(x, self.grouped, self.bias if self._added_bias else None, dtype)
         if self._panels is not None and self.is_for_panels(len(x)):
             return multiply_panels(x, self._panels, self.bias if self._added_bias else None, dtype)
         return self._in_tiles(x) if self._placement.batch_invariant else self._multiply(x)
@@ -162,9 +186,10 @@ class FusedLinear(Linear):
         start = 0
         for name, (size, num_parts) in self._cuts.items():
             end = start + size // num_parts
-            for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
-                if tensor is not None:
-                    result[f"{prefix}{name}.{kind}"] = self._placement.part(tensor[start:end], 0, num_parts=num_parts)
+            weight = self._kept(f"{prefix}{name}.weight", start, end)
+            result[f"{prefix}{name}.weight"] = self._placement.part(weight, 0, num_parts=num_parts)
+            if self.bias is not None:
+                result[f"{prefix}{name}.bias"] = self._placement.part(self.bias[start:end], 0, num_parts=num_parts)
             start = end
         return result
 
@@ -178,7 +203,8 @@ class RowLinear(Linear):
         self._added_bias = placement.rank == 0  # once in the sum
 
     def slots(self, name: str) -> dict[str, Slot]:
-        result = {f"{name}.weight": self._placement.part(self.weight, 1)}
+        weight = self._kept(f"{name}.weight", 0, len(self.weight))
+        result = {f"{name}.weight": self._placement.part(weight, 1)}
         if self.bias is not None:
             result[f"{name}.bias"] = Slot(self.bias)
         return result
@@ -195,44 +221,79 @@ class Embedding:
         self._vocab_size = vocab_size
         self._ids = placement.ids(vocab_size)
         self.weight = placement.empty(len(self._ids), hidden_size)
+        self._blocks: dict[int, BlockRows] = {}
+        self.grouped: GroupedWeights | None = None  # since ``pack``, with quantization
 
     def slots(self, name: str) -> dict[str, Slot]:
-        return {f"{name}.weight": self._placement.part(self.weight, 0, full_size=self._vocab_size)}
+        placement, target = self._placement, self.weight
+        if (kind := placement.quantization.blocks.get(f"{name}.weight")) is not None:
+            self._blocks[0] = empty_blocks(kind, len(target), target.shape[1], placement.device)
+            target = self._blocks[0].rows
+        return {f"{name}.weight": placement.part(target, 0, full_size=self._vocab_size)}
+
+    def pack(self) -> None:
+        """Bring the vectors into the form they are kept in. In 8 bits at least: the scores may be made of them."""
+        placement = self._placement
+        if quantization := placement.quantization:
+            wanted = quantization if self._blocks else Quantization("int8")
+            self.grouped = group_weights(self.weight, self._blocks, wanted)
+            self.weight, self._blocks = placement.empty(0, 0), {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the vectors, in whichever form they are kept."""
+        plain = self.weight.numel() * self.weight.element_size()
+        return plain if self.grouped is None else self.grouped.num_bytes
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """Return [num_tokens, hidden_size] of the weights' type."""
+        """Return [num_tokens, hidden_size] of the type of the activations."""
         if self._placement.world_size == 1:
-            return functional.embedding(input_ids, self.weight)
+            return self._vectors(input_ids)
         within = input_ids - self._ids.start
         foreign = (within < 0) | (within >= len(self._ids))
-        vectors = functional.embedding(within.masked_fill_(foreign, 0), self.weight)
+        vectors = self._vectors(within.masked_fill_(foreign, 0))
         vectors.masked_fill_(foreign[:, None], 0)
         return self._placement.group.all_reduce(vectors)  # exact: all but one are zeros
+
+    def _vectors(self, ids: Tensor) -> Tensor:
+        if self.grouped is not None:
+            return dequantize(self.grouped, ids).to(self._placement.dtype)
+        return functional.embedding(ids, self.weight)
 
 
 class VocabLinear(Linear):
     """The projection to scores of the vocabulary, split by ids; its weight may be the embedding's."""
 
-    def __init__(self, placement: Placement, hidden_size: int, vocab_size: int, *, tied_to: Tensor | None) -> None:
+    def __init__(self, placement: Placement, hidden_size: int, vocab_size: int, *, tied_to: Embedding | None) -> None:
         self._vocab_size = vocab_size
         self._num_ids = len(placement.ids(vocab_size))
         super().__init__(placement, hidden_size, self._num_ids if tied_to is None else 0, bias=False)
-        self._tied = tied_to is not None
+        self._tied_to = tied_to
         if tied_to is not None:
-            self.weight = tied_to
+            self.weight = tied_to.weight
 
     def slots(self, name: str) -> dict[str, Slot]:
-        if self._tied:
+        if self._tied_to is not None:
             return {}
-        return {f"{name}.weight": self._placement.part(self.weight, 0, full_size=self._vocab_size)}
+        weight = self._kept(f"{name}.weight", 0, self._num_ids)
+        return {f"{name}.weight": self._placement.part(weight, 0, full_size=self._vocab_size)}
 
     def pack(self, *, keep_weight: bool = True) -> None:
-        super().pack(keep_weight=keep_weight)
+        """As of every linear; of 8 bits at least. A tied embedding is packed before."""
+        placement = self._placement
+        if not placement.quantization:
+            super().pack(keep_weight=keep_weight)
+        elif self._tied_to is not None:
+            self.grouped, self.weight = self._tied_to.grouped, self._tied_to.weight
+        else:
+            wanted = placement.quantization if self._blocks else Quantization("int8")
+            self.grouped = group_weights(self.weight, self._blocks, wanted)
+            self.weight, self._blocks = placement.empty(0, 0), {}
 
     @property
     def num_bytes(self) -> int:
-        shared = self.weight.numel() * self.weight.element_size() if self._tied else 0
-        return super().num_bytes - shared
+        """Bytes of what is not the embedding's."""
+        return super().num_bytes - (0 if self._tied_to is None else self._tied_to.num_bytes)
 
     def scores(self, x: Tensor) -> Tensor | None:
         """Return [num_rows, vocab_size] float32 scores on rank 0, which samples; None on the others."""

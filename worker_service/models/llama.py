@@ -6,7 +6,7 @@ One decoder with switches for what differs: biases, norms of queries and keys, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -92,11 +92,16 @@ class DecoderLayer:
             | {f"{prefix}{name}.weight": Slot(weight) for name, weight in norms.items()}
         )
 
-    def in_panels(self) -> LayerWeights | None:
+    def pack(self) -> None:
+        """Bring weights into the form they are computed in."""
+        for linear in (self.attention.qkv, self.attention.output, self.gate_up, self.down):
+            linear.pack()
+
+    def fused_weights(self) -> LayerWeights | None:
         """Return the layer as one kernel takes it, if it does."""
         attention = self.attention
         norms = attention.q_norm, attention.k_norm
-        found = [linear.panels for linear in (attention.qkv, attention.output, self.gate_up, self.down)]
+        found = [linear.fused_weights for linear in (attention.qkv, attention.output, self.gate_up, self.down)]
         qkv, output, gate_up, down = found
         if qkv is None or output is None or gate_up is None or down is None:
             return None
@@ -122,7 +127,7 @@ class LlamaModel:
         self.embedding = Embedding(placement, config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, placement, window) for window in config.windows]
         self.norm = placement.empty(config.hidden_size)
-        tied = self.embedding.weight if config.tie_word_embeddings else None
+        tied = self.embedding if config.tie_word_embeddings else None
         self.head = VocabLinear(placement, config.hidden_size, config.vocab_size, tied_to=tied)
         self._cos_sin = cosines_and_sines(config.rope, max_model_len).to(placement.device)
         self._placement = placement
@@ -142,13 +147,26 @@ class LlamaModel:
     def pack(self) -> None:
         """Bring weights into the form they are computed in. Once, after loading."""
         for layer in self.layers:
-            for linear in (layer.attention.qkv, layer.attention.output, layer.gate_up, layer.down):
-                linear.pack()
-        self.head.pack()
+            layer.pack()
+        self._pack_vocabulary()
         self._fused = self._fuse()
 
+    def load_in_parts(self, load: Callable[[dict[str, Slot]], None]) -> None:
+        """Load and pack one part after the other: never more than one lies there in the form of the checkpoint."""
+        for index, layer in enumerate(self.layers):
+            load(layer.slots(f"model.layers.{index}."))
+            layer.pack()
+        load(self.embedding.slots("model.embed_tokens") | {"model.norm.weight": Slot(self.norm)})
+        load(self.head.slots("lm_head"))
+        self._pack_vocabulary()
+        self._fused = self._fuse()
+
+    def _pack_vocabulary(self) -> None:
+        self.embedding.pack()
+        self.head.pack()
+
     def _fuse(self) -> DecoderLayers | None:
-        """Return the layers as one kernel each, if all weights are there and lie in panels."""
+        """Return the layers as one kernel each, if all weights are there, and in a form that it takes."""
         config = self.config
         shape = LayerShape(
             size=config.hidden_size,
@@ -161,14 +179,14 @@ class LlamaModel:
         )
         if self._placement.world_size > 1 or not shape.fits:
             return None
-        found = [layer.in_panels() for layer in self.layers]
+        found = [layer.fused_weights() for layer in self.layers]
         layers = [layer for layer in found if layer is not None]
         return DecoderLayers(layers, shape, self._cos_sin) if len(layers) == len(found) else None
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights on this rank, as they are kept."""
-        total = self.head.num_bytes + sum(t.numel() * t.element_size() for t in (self.embedding.weight, self.norm))
+        total = self.head.num_bytes + self.embedding.num_bytes + self.norm.numel() * self.norm.element_size()
         for layer in self.layers:
             linears = (layer.attention.qkv, layer.attention.output, layer.gate_up, layer.down)
             norms = (layer.attention_norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -14,10 +14,11 @@ from maniple_kernels.backend import fits_cpu_kernels
 from service_chassis.errors import InvalidParameter
 from service_chassis.tensor_parallel import SplitSizes, split_rule
 from worker_service.attention.base import KvLayer, StepAttention
-from worker_service.models.checkpoint import check_checkpoint, load_checkpoint
+from worker_service.models.checkpoint import Entry, Slot, check_checkpoint, read_tensors
 from worker_service.models.config import LlamaConfig, load_config
 from worker_service.models.layers import Placement
 from worker_service.models.llama import LlamaModel
+from worker_service.models.quantization import Quantization, check_quantization
 from worker_service.platforms.base import Platform
 from worker_service.runner import LoadOptions
 from worker_service.tensor_group import TensorGroup
@@ -82,13 +83,15 @@ def load_model(
     if not directory.is_dir():
         raise InvalidParameter("model", options.model, "must be a directory where the workers run")
     config = load_config(directory)
-    name = config.dtype if options.dtype == "auto" else options.dtype
+    quantization = Quantization(options.quantization, config.blocks)
+    name = _own_dtype(config, quantization) if options.dtype == "auto" else options.dtype
     if name not in DTYPES:
         raise InvalidParameter("dtype", name, f"must be auto or one of {', '.join(DTYPES)}")
     if options.max_model_len > config.max_position:
         rule = f"must be at most the model's {config.max_position}"
         raise InvalidParameter("max_model_len", options.max_model_len, rule)
     _check_split(config, world_size)
+    check_quantization(quantization, config, device=platform.device, dtype=DTYPES[name], world_size=world_size)
     placement = Placement(
         platform.device,
         DTYPES[name],
@@ -96,17 +99,35 @@ def load_model(
         world_size,
         options.batch_invariant,
         group or TensorGroup(platform.device),
+        quantization,
     )
     if options.batch_invariant:
         _check_invariant(config, placement, options.block_size)
     max_model_len = options.max_model_len or config.max_position
     # A size in the configuration that the files do not have is refused before memory is taken for it.
     shapes = LlamaModel(config, replace(placement, device=torch.device("meta")), 1)
-    check_checkpoint(directory, shapes.slots(), ignored=shapes.ignores)
+    entries = check_checkpoint(directory, shapes.slots(), ignored=shapes.ignores)
     model = LlamaModel(config, placement, max_model_len)
-    load_checkpoint(directory, model.slots(), ignored=model.ignores, progress=progress)
-    model.pack()
+    _fill(model, entries, progress)
     return model, placement.dtype, max_model_len
+
+
+def _fill(model: LlamaModel, entries: Mapping[str, Entry], progress: Callable[[float, str], None]) -> None:
+    total = sum(entry.num_bytes for entry in entries.values())
+    done = 0
+
+    def load(slots: Mapping[str, Slot]) -> None:
+        nonlocal done
+        size = sum(entries[name].num_bytes for name in slots)
+        read_tensors(entries, slots, progress=lambda share, what: progress((done + share * size) / total, what))
+        done += size
+
+    model.load_in_parts(load)
+
+
+def _own_dtype(config: LlamaConfig, quantization: Quantization) -> str:
+    """Return what ``auto`` is: the checkpoint's type, but no float16 where its weights do not stay as they are."""
+    return "bfloat16" if quantization and config.dtype == "float16" else config.dtype
 
 
 def _check_split(config: LlamaConfig, world_size: int) -> None:

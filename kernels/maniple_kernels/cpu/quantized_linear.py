@@ -41,46 +41,59 @@ from maniple_kernels.cpu.simd_bytes import (
     zero_words,
 )
 
-_GROUP = 32  # inputs that share a scale
+GROUP = 32  # inputs that share a scale
 _WORDS = 8  # of four inputs each, in a group
-_FEW_ROWS = 8  # whose quantization is not worth a round of threads
+FEW_ROWS = 8  # whose quantization is not worth a round of threads
 
 
 @njit(error_model="numpy", cache=True)
-def _quantize_row(x, row, num_groups, shift, inputs, starts, factors, sums):
-    """Write a row's groups as signed bytes; of each its scale, scale times sum, and what ``shift`` costs."""
+def quantize_row(x, row, num_groups, shift, rows):
+    """Write a row's groups as signed bytes; of each its scale, scale times sum, and what ``shift`` costs.
+
+    ``rows``: (bytes, int32 that products begin with, scales, sums), flat, of all rows.
+    """
+    inputs, starts, factors, sums = rows
+    signed = inputs.view(np.int8)
     zero = splat(np.float32(0.0))
     for group in range(num_groups):
         at = row * num_groups + group
-        low, high = load(x, at * _GROUP), load(x, at * _GROUP + LANES)
+        low, high = load(x, at * GROUP), load(x, at * GROUP + LANES)
         largest = max_lanes(maximum(maximum(low, sub(zero, low)), maximum(high, sub(zero, high))))
         # The bound keeps the quotient finite; a group of zeros has scale zero.
         inverse = splat(np.float32(127.0) / max(largest, np.float32(1e-36)))
         low, high = rounded(mul(low, inverse)), rounded(mul(high, inverse))
-        store_bytes(inputs, at * _GROUP, low)
-        store_bytes(inputs, at * _GROUP + LANES, high)
+        store_bytes(signed, at * GROUP, low)
+        store_bytes(signed, at * GROUP + LANES, high)
         scale, total = largest * np.float32(1.0 / 127.0), sum_lanes(add(low, high))
         starts[at] = np.int32(-shift * total)
         factors[at] = scale
         sums[at] = scale * total
 
 
-@njit(error_model="numpy", nogil=True, parallel=True, cache=True)
-def _quantize_rows(x, num_rows, num_groups, shift, inputs, starts, factors, sums):
-    for row in prange(num_rows):
-        _quantize_row(x, row, num_groups, shift, inputs, starts, factors, sums)
+@njit(error_model="numpy", cache=True)
+def room_for_rows(num_groups):
+    """Return ``rows`` of ``quantize_row`` for so many groups in all."""
+    inputs, starts = np.empty(num_groups * _WORDS, np.int32), np.empty(num_groups, np.int32)
+    return inputs, starts, np.empty(num_groups, np.float32), np.empty(num_groups, np.float32)
 
 
-def _load_group(codes, scales, leasts, place):
+@njit(error_model="numpy", cache=True)
+def shift_of(weights):
+    """Return what the codes of the weights have too much."""
+    return np.float32(128.0 if weights[2] is None else 0.0)
+
+
+def _load_group(weights, place):
     """Return the codes of 16 outputs, four inputs in each lane, their scales, and their least weights if there are any.
 
-    Which weights these are is known by the type of ``leasts``; nothing is decided in the loop.
+    Which weights these are is known by the type of the third array; nothing is decided in the loop.
     """
 
 
 @overload(_load_group)
-def _load_group_of(codes, scales, leasts, place):
-    def load_bytes(codes, scales, leasts, place):
+def _load_group_of(weights, place):
+    def load_bytes(weights, place):
+        codes, scales = weights[0], weights[1]
         at = place * 8 * LANES
         w0, w1 = load_words(codes, at), load_words(codes, at + LANES)
         w2, w3 = load_words(codes, at + 2 * LANES), load_words(codes, at + 3 * LANES)
@@ -88,7 +101,8 @@ def _load_group_of(codes, scales, leasts, place):
         w6, w7 = load_words(codes, at + 6 * LANES), load_words(codes, at + 7 * LANES)
         return (w0, w1, w2, w3, w4, w5, w6, w7), load_halves(scales, place * LANES)
 
-    def load_nibbles(codes, scales, leasts, place):
+    def load_nibbles(weights, place):
+        codes, scales, leasts = weights
         at = place * 4 * LANES
         c0, c1 = load_words(codes, at), load_words(codes, at + LANES)
         c2, c3 = load_words(codes, at + 2 * LANES), load_words(codes, at + 3 * LANES)
@@ -96,7 +110,7 @@ def _load_group_of(codes, scales, leasts, place):
         high = high_nibbles(c0), high_nibbles(c1), high_nibbles(c2), high_nibbles(c3)
         return low + high, load_halves(scales, place * LANES), load_halves(leasts, place * LANES)
 
-    return load_bytes if isinstance(leasts, types.NoneType) else load_nibbles
+    return load_bytes if isinstance(weights[2], types.NoneType) else load_nibbles
 
 
 def _add_leasts(total, group, sums, at):
@@ -111,8 +125,9 @@ def _add_leasts_of(total, group, sums, at):
 
 
 @njit(error_model="numpy", cache=True)
-def _add_group(total, group, inputs, starts, factors, sums, at):
+def _add_group(total, group, rows, at):
     """Add a row's products with one group. In two chains, which the CPU works on side by side."""
+    inputs, starts, factors, sums = rows
     weights, word = group[0], at * _WORDS
     first = add_byte_products(splat_word_at(starts, at), weights[0], splat_word_at(inputs, word))
     second = add_byte_products(zero_words(), weights[1], splat_word_at(inputs, word + 1))
@@ -127,60 +142,64 @@ def _add_group(total, group, inputs, starts, factors, sums, at):
 
 
 @njit(error_model="numpy", cache=True)
-def _multiply_tile(codes, scales, leasts, tile, num_groups, num_rows, inputs, starts, factors, sums, start, out, width):
-    """Write all rows of 16 outputs."""
-    row, place, column = 0, tile * num_groups, tile * LANES
+def multiply_tile(weights, tile, num_groups, num_rows, rows, bias, out, width, column, adds):
+    """Write the products of all rows for 16 outputs.
+
+    Args:
+        weights: (codes, scales, least weights or None), flat, as in ``quantized_linear``.
+        tile: which outputs.
+        num_groups: of the inputs.
+        num_rows: that ``rows`` holds.
+        rows: of ``quantize_row``.
+        bias: float32, may be empty.
+        out: float32, flat.
+        width: of a row of ``out``.
+        column: of the first output in it.
+        adds: to what is in ``out``.
+    """
+    row, place = 0, tile * num_groups
+    start = load(bias, tile * LANES) if len(bias) else splat(np.float32(0.0))
     while row + 4 <= num_rows:
         t0, t1, t2, t3 = start, start, start, start
         for group in range(num_groups):
-            weights, at = _load_group(codes, scales, leasts, place + group), row * num_groups + group
-            t0 = _add_group(t0, weights, inputs, starts, factors, sums, at)
-            t1 = _add_group(t1, weights, inputs, starts, factors, sums, at + num_groups)
-            t2 = _add_group(t2, weights, inputs, starts, factors, sums, at + 2 * num_groups)
-            t3 = _add_group(t3, weights, inputs, starts, factors, sums, at + 3 * num_groups)
-        store(out, row * width + column, t0)
-        store(out, (row + 1) * width + column, t1)
-        store(out, (row + 2) * width + column, t2)
-        store(out, (row + 3) * width + column, t3)
+            of_group, at = _load_group(weights, place + group), row * num_groups + group
+            t0 = _add_group(t0, of_group, rows, at)
+            t1 = _add_group(t1, of_group, rows, at + num_groups)
+            t2 = _add_group(t2, of_group, rows, at + 2 * num_groups)
+            t3 = _add_group(t3, of_group, rows, at + 3 * num_groups)
+        _put(out, row * width + column, t0, adds)
+        _put(out, (row + 1) * width + column, t1, adds)
+        _put(out, (row + 2) * width + column, t2, adds)
+        _put(out, (row + 3) * width + column, t3, adds)
         row += 4
     while row < num_rows:
         total = start
         for group in range(num_groups):
-            weights, at = _load_group(codes, scales, leasts, place + group), row * num_groups + group
-            total = _add_group(total, weights, inputs, starts, factors, sums, at)
-        store(out, row * width + column, total)
+            total = _add_group(total, _load_group(weights, place + group), rows, row * num_groups + group)
+        _put(out, row * width + column, total, adds)
         row += 1
 
 
+@njit(error_model="numpy", cache=True)
+def _put(out, at, value, adds):
+    if adds:
+        store(out, at, add(load(out, at), value))
+    else:
+        store(out, at, value)
+
+
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True)
-def multiply_rows(x, num_rows, num_groups, codes, scales, leasts, bias, num_tiles, out):
+def multiply_rows(x, num_rows, num_groups, weights, bias, num_tiles, out):
     """Write x W^T + bias; ``x`` flat [num_rows, num_groups * 32], ``out`` flat [num_rows, num_tiles * 16].
 
     ``bias`` may be empty; it and ``out`` are float32.
     """
-    inputs = np.empty(num_rows * num_groups * _WORDS, np.int32)
-    starts = np.empty(num_rows * num_groups, np.int32)
-    factors, sums = np.empty(num_rows * num_groups, np.float32), np.empty(num_rows * num_groups, np.float32)
-    shift = np.float32(128.0 if leasts is None else 0.0)
-    if num_rows < _FEW_ROWS:
+    rows, shift = room_for_rows(num_rows * num_groups), shift_of(weights)
+    if num_rows < FEW_ROWS:
         for row in range(num_rows):
-            _quantize_row(x, row, num_groups, shift, inputs.view(np.int8), starts, factors, sums)
+            quantize_row(x, row, num_groups, shift, rows)
     else:
-        _quantize_rows(x, num_rows, num_groups, shift, inputs.view(np.int8), starts, factors, sums)
+        for row in prange(num_rows):
+            quantize_row(x, row, num_groups, shift, rows)
     for tile in prange(num_tiles):
-        start = load(bias, tile * LANES) if len(bias) else splat(np.float32(0.0))
-        _multiply_tile(
-            codes,
-            scales,
-            leasts,
-            tile,
-            num_groups,
-            num_rows,
-            inputs,
-            starts,
-            factors,
-            sums,
-            start,
-            out,
-            num_tiles * LANES,
-        )
+        multiply_tile(weights, tile, num_groups, num_rows, rows, bias, out, num_tiles * LANES, tile * LANES, False)
