@@ -80,6 +80,22 @@ def _advertise_rule(value: str) -> str:
     return ""
 
 
+_LARGEST_GRAPH, _MOST_GRAPHS = 4096, 256
+
+
+def _read_sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        raise ValueError("must be numbers of rows, by commas, such as 1,2,4,8") from None
+
+
+def _sizes_rule(sizes: tuple[int, ...]) -> str:
+    if any(not 1 <= size <= _LARGEST_GRAPH for size in sizes):
+        return f"must each be in [1, {_LARGEST_GRAPH}]"
+    return f"must be at most {_MOST_GRAPHS}" if len(sizes) > _MOST_GRAPHS else ""
+
+
 def _name_rule(value: str) -> str:
     return "" if value else "must not be empty"
 
@@ -287,6 +303,27 @@ class ControlPlaneConfig:
     num_threads: int = setting(0, topic=GROUP, read=read_whole, rule=at_least(0, at_most=1024), metavar="THREADS")
     """Threads of one worker's forward pass on a CPU. 0: all cores that the process may use, shared with the other ranks
     that may use the same ones."""
+
+    attention_backend: str = setting("auto", topic=GROUP, read=read_text, rule=_name_rule, metavar="NAME")
+    """What computes attention: cpu, triton, flashinfer (with the extra of that name), torch (plain, slow), or what a
+    package offers under the group of entry points maniple.attention_backends. auto: triton on a GPU, cpu elsewhere."""
+
+    enforce_eager: bool = setting(False, topic=GROUP, read=read_switch)
+    """Record no CUDA graphs: workers are ready sooner and take less memory, and every step launches its kernels one by
+    one."""
+
+    cuda_graph_sizes: tuple[int, ...] = setting((), topic=GROUP, read=_read_sizes, rule=_sizes_rule, metavar="SIZES")
+    """Numbers of rows, by commas, for which workers on GPUs record a graph of a decoding step; a step is filled up to
+    the next of them, and one with more rows runs without. Default: 1, 2, 4, and ever sparser ones up to
+    --max-num-seqs, 512 at most."""
+
+    torch_compile: bool = setting(False, topic=GROUP, read=read_switch)
+    """Have torch compile the layers on GPUs, for graphs and for steps without. What was compiled is kept in
+    MANIPLE_CACHE over restarts; on one rank, for models of our own."""
+
+    tune_kernels: bool = setting(False, topic=GROUP, read=read_switch)
+    """Measure at the first start on a kind of GPU which tiles and warps suit its attention kernels best, minutes once;
+    what was found is kept in MANIPLE_CACHE. Off: the table in the source."""
 
     enable_sleep_mode: bool = setting(False, topic=GROUP, read=read_switch)
     """Start workers so that they can give the memory of weights and KV cache back (`maniple admin sleep --level 1`, or
@@ -647,7 +684,7 @@ def _owner_faults(config: ControlPlaneConfig, executor: str, world_size: int) ->
         return faults
     if executor == REMOTE and config.num_threads:
         return [("num_threads", config.num_threads, "is not told to workers that run: give it to `maniple worker`")]
-    if executor == REMOTE and (faults := _sleep_faults(config)):
+    if executor == REMOTE and (faults := _started_with_faults(config)):
         return faults
     if is_wildcard(config.listen) and not config.advertise_address:
         rule = "needs --advertise-address where workers run elsewhere: nobody can connect to a wildcard"
@@ -655,12 +692,15 @@ def _owner_faults(config: ControlPlaneConfig, executor: str, world_size: int) ->
     return plaintext_faults(config, executor)
 
 
-def _sleep_faults(config: ControlPlaneConfig) -> list[Fault]:
-    """Find flags of sleep that workers had to be started with."""
+def _started_with_faults(config: ControlPlaneConfig) -> list[Fault]:
+    """Find flags that workers had to be started with."""
     given = {
         "enable_sleep_mode": "on" if config.enable_sleep_mode else "",
         "sleep_backend": config.sleep_backend if config.sleep_backend != "auto" else "",
         "sleep_directory": config.sleep_directory,
+        "attention_backend": config.attention_backend if config.attention_backend != "auto" else "",
+        "torch_compile": "on" if config.torch_compile else "",
+        "tune_kernels": "on" if config.tune_kernels else "",
     }
     rule = "is not told to workers that run: give it to `maniple worker`"
     return [(name, value, rule) for name, value in given.items() if value]

@@ -137,6 +137,16 @@ class WorkerConfig:
     )
     """Groups that share this machine's cores and memory, this one included. On a CPU each takes its part of them: of
     the threads where --num-threads is 0, of the memory for KV blocks where no size is asked for."""
+    attention_backend: str = setting("auto", topic=_DEVICE, read=read_text, metavar="NAME")
+    """What computes attention: cpu, triton, flashinfer (with the extra of that name), torch (plain, slow), or what a
+    package offers under the group of entry points maniple.attention_backends. auto is triton on a GPU and cpu
+    elsewhere."""
+    torch_compile: bool = setting(False, topic=_DEVICE, read=read_switch)
+    """Have torch compile the layers on a GPU, for graphs and for steps without. What was compiled is kept in
+    MANIPLE_CACHE over restarts; on one rank, for models of our own."""
+    tune_kernels: bool = setting(False, topic=_DEVICE, read=read_switch)
+    """Measure at the first start on a kind of GPU which tiles and warps suit its attention kernels best, minutes once;
+    what was found is kept in MANIPLE_CACHE. Off: the table in the source."""
     enable_sleep_mode: bool = setting(False, topic=_DEVICE, read=read_switch)
     """Be ready to give the memory of weights and KV cache back (AdminService.Sleep, levels 1 and 2). On a CUDA device
     it needs the extra `sleep`."""
@@ -153,6 +163,9 @@ class WorkerConfig:
         None, topic=_OWNER, read=read_optional_whole, rule=_open_descriptor_rule, is_internal=True
     )
     """Read end of a pipe that closes when the parent dies; this process then ends at once. Unset: no parent."""
+    is_all_here: bool = setting(False, topic=_OWNER, read=read_switch, is_internal=True)
+    """Every rank of the group runs beside this one, under the same supervisor: they meet on the loopback, which no mesh
+    and no network policy has a say in."""
     delta_ring_fds: str = setting("", topic=_OWNER, read=read_text, rule=_ring_rule, is_internal=True)
     """The parent's ring in shared memory, through which deltas come: three descriptors, as it passed them on. Empty:
     deltas come on Steps."""

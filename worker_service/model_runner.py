@@ -21,8 +21,9 @@ import torch
 
 from maniple_kernels.gumbel import gumbel_argmax
 from service_chassis.errors import InvalidParameter
-from worker_service.attention.base import AttentionSpec
+from worker_service.attention.base import AttentionSpec, Tunable
 from worker_service.forward.assemble import ForwardOptions, assemble_forward
+from worker_service.forward.compile_rule import compile_rule
 from worker_service.forward.forward_pass import ForwardPass, dummy_step
 from worker_service.forward.graph_sizes import sizes_to_record
 from worker_service.forward.launched_step import LaunchedStep
@@ -106,6 +107,8 @@ class TorchModelRunner:
 
     def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         self._platform.bind()
+        if rule := compile_rule(self._forward_options.compiler, self._platform.device, self._world_size):
+            raise InvalidParameter("torch_compile", True, rule)
         with explaining_memory("load", self._platform, {}, ("model", options.model)), self._memory.region(WEIGHTS):
             model, dtype, max_model_len = load_model(
                 options, self._platform, self._rank, self._world_size, progress, self._tensors
@@ -218,6 +221,9 @@ class TorchModelRunner:
         assert self._forward is not None
         self._warmed_up = (capture_sizes, enforce_eager)
         kv, block_size = self._kv, self._options.block_size
+        if self._forward_options.tune_kernels and isinstance(self._forward.attention, Tunable):
+            progress(0.0, "kernels are measured")
+            self._forward.attention.tune()
         largest = min(self._options.max_num_seqs, self._options.max_num_batched_tokens)
         graphs = self._forward.graphs
         if graphs is None or enforce_eager:

@@ -22,6 +22,8 @@ def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
     except ImportError:
         rule = "needs torch: install maniple[worker], or use the scripted model"
         raise InvalidParameter("model", model, rule) from None
+    from worker_service.forward.assemble import ForwardOptions
+    from worker_service.forward.compile_rule import INDUCTOR
     from worker_service.model_runner import TorchModelRunner
     from worker_service.sleep.choose import SleepOptions
 
@@ -33,5 +35,10 @@ def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
         device_id=config.device_ids[0] if config.device_ids else None,
         num_threads=config.num_threads,
         num_groups_sharing=config.num_groups_sharing,
+        forward=ForwardOptions(
+            attention_backend=config.attention_backend,
+            compiler=INDUCTOR if config.torch_compile else "",
+            tune_kernels=config.tune_kernels,
+        ),
         sleep=SleepOptions(config.sleep_backend, config.sleep_directory) if config.enable_sleep_mode else None,
     )

@@ -17,6 +17,9 @@ class WorkerSettings:
     device_ids: tuple[int, ...] = ()  # of the ranks, in their order
     num_threads: int = 0
     num_groups_sharing: int = 1
+    attention_backend: str = "auto"
+    torch_compile: bool = False
+    tune_kernels: bool = False
     enable_sleep_mode: bool = False
     sleep_backend: str = "auto"
     sleep_directory: str = ""
@@ -42,6 +45,9 @@ class WorkerSettings:
             "first-device": self.first_device,
             "num-threads": self.num_threads,
             "num-groups-sharing": self.num_groups_sharing,
+            "attention-backend": self.attention_backend,
+            "torch-compile": self.torch_compile,
+            "tune-kernels": self.tune_kernels,
             "enable-sleep-mode": self.enable_sleep_mode,
             "sleep-backend": self.sleep_backend,
             "sleep-directory": self.sleep_directory,

@@ -121,7 +121,11 @@ class Formation:
         allocate_request = worker_pb2.AllocateKvCacheRequest(epoch=epoch, limits=limits)
         allocated = await self._on_all("AllocateKvCache", allocate_request, worker_pb2.AllocateKvCacheResponse)
         self._enter("warm up")
-        warm_up_request = worker_pb2.WarmUpRequest(epoch=epoch)
+        warm_up_request = worker_pb2.WarmUpRequest(
+            epoch=epoch,
+            capture_sizes=sorted(settings.cuda_graph_sizes, reverse=True),
+            enforce_eager=settings.enforce_eager,
+        )
         await self._on_all("WarmUp", warm_up_request, worker_pb2.WarmUpResponse)
         self._enter("ready")
 

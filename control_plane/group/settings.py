@@ -25,6 +25,8 @@ class GroupSettings:
     prompt_lookup_min: int = 0
     prompt_lookup_max: int = 0
     batch_invariant: bool = False
+    enforce_eager: bool = False
+    cuda_graph_sizes: tuple[int, ...] = ()
     owner_address: str = ""
 
     report_interval_s: float = 0.1

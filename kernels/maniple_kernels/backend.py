@@ -15,13 +15,31 @@ import structlog
 import torch
 from torch import Tensor
 
+LANES = 16  # of cpu/simd.py: sizes that are walked by lanes must be multiples
+
 
 class _OnHost:
     interpreted = False  # kernels for GPUs take tensors of the host
 
 
 _on_host = _OnHost()
-LANES = 16  # of cpu/simd.py: sizes that are walked by lanes must be multiples
+
+
+def cache_directory() -> Path:
+    """Return where this user keeps what was compiled and measured.
+
+    Read from the environment here and not in a service's configuration, since kernels import nothing of ours.
+    """
+    return Path(os.environ.get("MANIPLE_CACHE") or "~/.cache/maniple").expanduser()
+
+
+@functools.cache
+def package_digest() -> str:
+    """Return a digest of the source of all kernels."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @functools.cache
@@ -29,8 +47,7 @@ def has_cpu_kernels() -> bool:
     """Set numba up and say whether the kernels in ``cpu/`` can be used.
 
     Compiled code is kept in the user's cache directory, under a digest of this package: numba looks only at the file of
-    the function itself and would not notice a change of what it calls. The place is read from the environment here and
-    not in a service's configuration, since kernels import nothing of ours.
+    the function itself and would not notice a change of what it calls.
     """
     try:
         numba = importlib.import_module("numba")
@@ -39,19 +56,19 @@ def has_cpu_kernels() -> bool:
         importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
         return False
-    root = Path(os.environ.get("MANIPLE_CACHE") or "~/.cache/maniple").expanduser()
-    digest = hashlib.sha256(numba.__version__.encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    numba.config.CACHE_DIR = str(root / "numba" / digest.hexdigest()[:16])
+    numba.config.CACHE_DIR = str(cache_directory() / "numba" / f"{numba.__version__}-{package_digest()}")
     numba.config.THREADING_LAYER = "omp"
     return True
 
 
 def fits_cpu_kernels(tensor: Tensor, *sizes: int) -> bool:
-    """Say whether ``tensor`` and the sizes that are walked by lanes suit the kernels in ``cpu/``."""
+    """Say whether ``tensor`` and the sizes that are walked by lanes suit the kernels in ``cpu/``.
+
+    What torch compiles takes the reference, which it can see into.
+    """
     return (
-        tensor.device.type == "cpu"
+        not torch.compiler.is_dynamo_compiling()
+        and tensor.device.type == "cpu"
         and not _on_host.interpreted
         and tensor.dtype in (torch.float32, torch.bfloat16)
         and all(size % LANES == 0 for size in sizes)
@@ -66,7 +83,9 @@ def has_gpu_kernels() -> bool:
 
 
 def fits_gpu_kernels(tensor: Tensor) -> bool:
-    """Say whether ``tensor`` suits the kernels in ``gpu/``."""
+    """Say whether ``tensor`` suits the kernels in ``gpu/``; not where torch compiles."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
     return (tensor.is_cuda and has_gpu_kernels()) or _on_host.interpreted
 
 
@@ -84,9 +103,14 @@ def gpu_kernels_interpreted() -> Iterator[None]:
         _on_host.interpreted = False
 
 
-@functools.cache
 def note_reference(operation: str, device: torch.device, dtype: torch.dtype) -> None:
     """Say once that an operation runs as plain torch, since no kernel fits. Slower, and as right as any."""
+    if not torch.compiler.is_dynamo_compiling():
+        _note_reference(operation, device, dtype)
+
+
+@functools.cache
+def _note_reference(operation: str, device: torch.device, dtype: torch.dtype) -> None:
     structlog.get_logger("maniple").info(
         "kernel.fell_back", operation=operation, device=device.type, dtype=str(dtype).removeprefix("torch.")
     )

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from maniple_kernels.backend import fits_cpu_kernels, note_reference
+from maniple_kernels.kv_store import store_kv
 
 # Queries of one tile: each block is widened once for so many.
 _TILE_QUERIES = 8
@@ -38,6 +39,10 @@ class AttentionPlan:
     seq_lens: npt.NDArray[np.int32]  # [num_reqs], the tokens of this step included
     tiles: npt.NDArray[np.int64]  # [num_tiles, 4]: request, first token, tokens, position of the first
     num_pairs: int  # of a query and a key, about
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor, kv: tuple[Tensor, Tensor]) -> None:
+        """As ``store_kv``."""
+        store_kv(keys, values, slots, *kv)
 
     def attend(
         self,

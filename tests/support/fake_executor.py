@@ -32,6 +32,7 @@ class FakeRank:
         self.deltas: list[Delta] = []  # accepted, in order
         self.raw_deltas: list[bytes] = []  # every delta that arrived, resends and refused ones included
         self.calls: list[str] = []
+        self.requests: dict[str, Message] = {}  # the last one of each method
         self.goodbyes: list[int] = []
         self.hellos: list[int] = []  # last_result_step of each
         self.sample_inputs: list[int] = []  # steps
@@ -181,6 +182,7 @@ class FakeExecutor(Executor):
     async def call(self, rank: Rank, method: str, request: Message, *, timeout_s: float) -> Message:
         fake = self.fakes[rank]
         fake.calls.append(method)
+        fake.requests[method] = request
         if method in fake.hanging_calls:
             await asyncio.sleep(timeout_s)
             raise TimeoutError

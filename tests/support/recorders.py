@@ -84,11 +84,15 @@ class RerunRecorder:
     """Does the whole work again at each replay, with the host's decisions of the recording: for kernels of any kind."""
 
     def __init__(self) -> None:
-        self.num_replayed = 0
+        self.num_replayed = self.num_cuts = 0
 
     def record(self, work: Callable[[Cut], None]) -> _Rerun:
-        work(lambda between: between())
+        work(self.cut)
         return _Rerun(self, work)
+
+    def cut(self, between: Work) -> None:
+        self.num_cuts += 1
+        between()
 
     def clear(self) -> None:
         pass
@@ -101,4 +105,4 @@ class _Rerun:
 
     def replay(self) -> None:
         self._recorder.num_replayed += 1
-        self._work(lambda between: between())
+        self._work(self._recorder.cut)

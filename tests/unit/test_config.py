@@ -73,6 +73,10 @@ def test_every_fault_is_reported_at_once_with_field_value_and_rule() -> None:
         ("device_ids", (0, 1, 0)),
         ("device_ids", (0, -1)),
         ("device_ids", (1024,)),
+        ("cuda_graph_sizes", (4, 0)),
+        ("cuda_graph_sizes", (4097,)),
+        ("cuda_graph_sizes", tuple(range(1, 258))),
+        ("attention_backend", ""),
         ("listen", "unix:"),
         ("listen", "unix:" + "x" * 108),
         ("listen", "127.0.0.1:70000"),
@@ -368,6 +372,19 @@ def test_threads_of_workers_that_run_already_are_refused() -> None:
     config = load_config({"model": "scripted", "worker_addresses": "a:1", "num_threads": "2"}, {})
     with pytest.raises(ConfigurationError, match="give it to `maniple worker`"):
         resolve_auto(config, has_gpu=False, on_terminal=False)
+
+
+@pytest.mark.parametrize("flag", [{"attention_backend": "torch"}, {"torch_compile": "on"}, {"tune_kernels": "on"}])
+def test_what_workers_are_started_with_is_refused_for_those_that_run(flag: dict[str, str]) -> None:
+    config = load_config({"model": "scripted", "worker_addresses": "a:1", **flag}, {})
+    with pytest.raises(ConfigurationError, match="give it to `maniple worker`"):
+        resolve_auto(config, has_gpu=False, on_terminal=False)
+
+
+def test_sizes_of_graphs_are_read_by_commas() -> None:
+    assert load_config({"model": "scripted", "cuda_graph_sizes": "8,1, 4"}, {}).cuda_graph_sizes == (8, 1, 4)
+    with pytest.raises(ConfigurationError, match="must be numbers of rows, by commas, such as 1,2,4,8"):
+        load_config({"model": "scripted", "cuda_graph_sizes": "8;1"}, {})
 
 
 def test_rules_name_what_a_user_can_type() -> None:

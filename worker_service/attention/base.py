@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from maniple_kernels.kv_store import store_kv
 from worker_service.input_batch import StepInput
 
 KvLayer = tuple[Tensor, Tensor]
@@ -63,6 +64,17 @@ class StepTensors:
 class StepAttention(Protocol):
     """Attention for the tokens of one step; the same for all layers. Valid until the next step."""
 
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor, kv: KvLayer) -> None:
+        """Write the keys and values of the step's tokens into a layer's cache, before its ``attend``.
+
+        Args:
+            keys: [num_tokens, num_kv_heads, head_dim].
+            values: as keys.
+            slots: [num_tokens] int64, where each goes.
+            kv: the layer's cache.
+        """
+        store_kv(keys, values, slots, *kv)
+
     def attend(
         self,
         query: Tensor,
@@ -84,6 +96,14 @@ class StepAttention(Protocol):
         Returns:
             [num_tokens, num_heads, head_dim].
         """
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """What can measure, on its device, how its kernels are launched best."""
+
+    def tune(self) -> None:
+        """Do so, or take what was measured before. At warm-up, before anything is recorded."""
 
 
 class AttentionBackend(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from service_chassis.errors import InvalidParameter
-from worker_service.attention.base import AttentionSpec, Graphs, KvLayer, KvLayout, StepTensors
+from worker_service.attention.base import AttentionSpec, Graphs, KvLayer, KvLayout, StepAttention, StepTensors
 from worker_service.input_batch import StepInput
 
 # What FlashInfer recommends for the parts of keys that it merges.
@@ -60,7 +60,7 @@ class FlashInferPlans:
         return self._wrappers[kind]
 
 
-class FlashInferStep:
+class FlashInferStep(StepAttention):
     """A ``StepAttention``."""
 
     def __init__(self, plans: FlashInferPlans, step: StepInput) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from maniple_kernels.paged_attention import AttentionPlan, paged_attention_reference, plan_attention
-from worker_service.attention.base import AttentionSpec, Graphs, KvLayer, KvLayout, StepTensors
+from worker_service.attention.base import AttentionSpec, Graphs, KvLayer, KvLayout, StepAttention, StepTensors
 from worker_service.input_batch import StepInput
 
 
@@ -23,7 +23,7 @@ class ReferenceAttention:
         return _ReferenceStep(plan_attention(step.block_tables, step.query_start_loc, step.seq_lens, 1))
 
 
-class _ReferenceStep:
+class _ReferenceStep(StepAttention):
     def __init__(self, plan: AttentionPlan) -> None:
         self._plan = plan
 

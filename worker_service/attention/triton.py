@@ -11,6 +11,7 @@ from maniple_kernels.gpu.paged_decode import DecodeScratch, num_splits_for, page
 from maniple_kernels.gpu.paged_prefill import paged_prefill, plan_tiles, tile_queries_for
 from maniple_kernels.gpu.shapes import WIDEST_HEAD
 from service_chassis.errors import InvalidParameter
+from service_chassis.telemetry import get_logger
 from worker_service.attention.base import AttentionSpec, Graphs, KvLayer, KvLayout, StepAttention, StepTensors
 from worker_service.forward.staged_array import StagedArray
 from worker_service.input_batch import StepInput
@@ -54,13 +55,25 @@ class TritonAttention:
         most_parts = max(rows * self._num_splits(rows) for rows in doublings)
         return DecodeScratch(most_parts, spec.num_heads, spec.head_dim, 1, spec.device)
 
+    def tune(self) -> None:
+        from worker_service.attention.triton_tuning import tune_attention  # imports what only a device has
+
+        for tuned in tune_attention(self._spec):
+            get_logger().info(
+                "kernel.tuned",
+                kernel=tuned.key.kernel,
+                shape=str(tuned.shape),
+                us=round(tuned.seconds * 1e6, 1),
+                table_us=round(tuned.table_seconds * 1e6, 1),
+            )
+
     def begin(self, step: StepInput, tensors: StepTensors) -> StepAttention:
         if len(step.input_ids) == len(step.seq_lens):
             return _Decode(tensors, self._scratch.cut(self._num_splits(len(tensors.seq_lens))))
         return _Prefill(tensors, self._tiles.put(plan_tiles(step.query_start_loc, self._queries)))
 
 
-class _Decode:
+class _Decode(StepAttention):
     """Of one query a request."""
 
     def __init__(self, tensors: StepTensors, scratch: DecodeScratch) -> None:
@@ -89,7 +102,7 @@ class _Decode:
         )
 
 
-class _Prefill:
+class _Prefill(StepAttention):
     """Of any numbers of queries."""
 
     def __init__(self, tensors: StepTensors, tiles: Tensor) -> None:

@@ -12,7 +12,7 @@ from worker_service.forward.forward_pass import ForwardPass
 from worker_service.forward.graph_runner import GraphRunner
 from worker_service.forward.recorder import Recorder
 from worker_service.forward.step_arrays import DeviceStepArrays, HostStepArrays, StepArrays
-from worker_service.models.registry import Model
+from worker_service.models.registry import Forward, Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,8 @@ class ForwardOptions:
     """How a forward is run; what it computes does not depend on it, but for rounding."""
 
     attention_backend: str = AUTO
+    compiler: str = ""  # of torch's backends, "inductor" to be served with; none: not compiled
+    tune_kernels: bool = False  # at warm-up
     recorder: Recorder | None = None  # None: the device's own, if it has one
 
 
@@ -30,16 +32,21 @@ def assemble_forward(model: Model, spec: AttentionSpec, options: ForwardOptions)
         InvalidParameter: the attention that was asked for cannot serve it.
     """
     attention = choose_attention_backend(options.attention_backend, spec)
+    forward: Forward = model.forward
+    if options.compiler:
+        from worker_service.forward.compiled_forward import CompiledForward
+
+        forward = CompiledForward(forward, model.config.num_layers, backend=options.compiler)
     recorder = options.recorder or _recorder_of(spec.device)
     if recorder is None:
-        return ForwardPass(model.forward, attention, HostStepArrays(), None)
+        return ForwardPass(forward, attention, HostStepArrays(), None)
     arrays: StepArrays = DeviceStepArrays(
         max_num_batched_tokens=spec.max_num_batched_tokens,
         max_num_seqs=spec.max_num_seqs,
         max_num_blocks=-(-spec.max_model_len // spec.block_size),
         device=spec.device,
     )
-    return ForwardPass(model.forward, attention, arrays, GraphRunner(model.forward, attention, arrays, recorder))
+    return ForwardPass(forward, attention, arrays, GraphRunner(forward, attention, arrays, recorder))
 
 
 def _recorder_of(device: torch.device) -> Recorder | None:

@@ -64,11 +64,13 @@ class GraphRunner:
         if self._hidden is None:
             self._hidden = torch.zeros_like(hidden)
 
+        self._between.step, self._between.num_rows = own, size
+
         def work(cut: Cut) -> None:
             assert self._hidden is not None
             attention: StepAttention = own
             if self._attention.graphs is Graphs.PIECEWISE:
-                attention = self._between.recorded(cut, own, size)
+                attention = _CutAttention(self._between, cut, size)
             computed = self._forward(tensors.input_ids, tensors.positions, tensors.slots, kv.layers, attention)
             self._hidden[:size].copy_(computed)
 
@@ -105,10 +107,6 @@ class _AttentionBetween:
     def clear(self) -> None:
         self.step = self._query = self._attended = None
 
-    def recorded(self, cut: Cut, step: StepAttention, size: int) -> StepAttention:
-        self.step, self.num_rows = step, size
-        return _CutAttention(self, cut, size)
-
     def attend(self, cut: Cut, size: int, query: Tensor, kv: KvLayer, scale: float, window: int, cap: float) -> Tensor:
         if self._query is None or self._attended is None:
             # Contiguous, whatever the queries lie in.
@@ -126,7 +124,7 @@ class _AttentionBetween:
         return attended
 
 
-class _CutAttention:
+class _CutAttention(StepAttention):
     """A ``StepAttention`` for the time of a recording."""
 
     def __init__(self, between: _AttentionBetween, cut: Cut, size: int) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from maniple_kernels.decoder_layer import DecoderLayers, LayerShape, LayerWeights
-from maniple_kernels.kv_store import store_kv
 from maniple_kernels.paged_attention import AttentionPlan, attention_scale
 from maniple_kernels.rms_norm import rms_norm
 from maniple_kernels.rotary import norm_and_rotate_
@@ -66,7 +65,7 @@ class Attention:
             key_norm=self.k_norm,
             eps=self._eps,
         )
-        store_kv(key, value, slots, *kv)
+        attention.store(key, value, slots, kv)
         attended = attention.attend(query, kv, self._scale, self.window)
         return self.output(attended.view(len(x), -1))
 

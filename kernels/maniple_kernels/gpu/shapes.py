@@ -20,6 +20,16 @@ class Shape:
     num_stages: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKey:
+    """Which attention is launched."""
+
+    kernel: str  # paged_decode or paged_prefill
+    architecture: int
+    width: int  # of a head, padded to a power of two
+    itemsize: int  # bytes of one element of the cache
+
+
 ARCHITECTURES = (80, 90, 100)
 
 # Attention, by (bytes of one element, widest head): rows are query heads times queries, columns are keys.
@@ -63,6 +73,12 @@ _OTHERS: dict[str, dict[int, Shape]] = {
     "logprobs": {80: Shape(columns=4096, num_warps=8)},
 }
 WIDEST_HEAD = 256
+_preferred: dict[AttentionKey, Shape] = {}  # found by measurement on this machine
+
+
+def prefer_shape(key: AttentionKey, shape: Shape) -> None:
+    """Launch attention by another shape than the table's, in this process. Before it is launched or recorded."""
+    _preferred[key] = shape
 
 
 def shape_of(kernel: str, architecture: int) -> Shape:
@@ -81,6 +97,9 @@ def attention_shape(kernel: str, architecture: int, *, width: int, itemsize: int
     Raises:
         ValueError: heads are too wide.
     """
+    key = AttentionKey(kernel=kernel, architecture=architecture, width=width, itemsize=itemsize)
+    if (preferred := _preferred.get(key)) is not None:
+        return preferred
     known = _ATTENTION[kernel]
     wide_enough = [widest for size, widest in known if size == itemsize and widest >= width]
     if not wide_enough:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -92,6 +93,15 @@ async def test_form_joins_rank_0_first_then_runs_the_stages_on_all_ranks() -> No
     ]  # fmt: skip
     await recorded.group.teardown("done")
     assert [fake.goodbyes for fake in executor.fakes] == [[worker_pb2.StepsRequest.Goodbye.KIND_SHUTDOWN]] * 3
+
+
+async def test_ranks_are_told_which_graphs_to_record() -> None:
+    executor = FakeExecutor(2)
+    recorded = Recorded(executor, replace(SETTINGS, enforce_eager=True, cuda_graph_sizes=(4, 32, 1)))
+    await recorded.form()
+    wanted = worker_pb2.WarmUpRequest(epoch=1, capture_sizes=[32, 4, 1], enforce_eager=True)
+    assert [fake.requests["WarmUp"] for fake in executor.fakes] == [wanted] * 2
+    await recorded.group.teardown("done")
 
 
 async def test_results_come_in_order_and_once_and_bytes_are_equal_on_all_ranks() -> None:

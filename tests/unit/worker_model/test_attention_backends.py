@@ -18,7 +18,7 @@ from maniple_kernels.backend import gpu_kernels_interpreted
 from maniple_kernels.paged_attention import paged_attention_reference, plan_attention
 from service_chassis.errors import InvalidParameter
 from worker_service.attention import registry
-from worker_service.attention.base import AttentionBackend, AttentionSpec, KvLayout
+from worker_service.attention.base import AttentionBackend, AttentionSpec, KvLayout, Tunable
 from worker_service.attention.flashinfer import FlashInferAttention, FlashInferPlans, FlashInferStep
 from worker_service.attention.registry import choose_attention_backend, register_attention_backend
 from worker_service.forward.step_arrays import DeviceStepArrays
@@ -284,3 +284,10 @@ def test_flashinfer_plans_once_a_step_for_each_kind_of_layer() -> None:
         for window in (0, 5, 0, 5):
             attention.attend(query, kv, 0.3, window)
     assert [wrapper.num_plans for wrapper in _PagedWrapper.made] == [2, 2]
+
+
+def test_only_what_has_kernels_of_ours_is_tuned() -> None:
+    with gpu_kernels_interpreted():
+        assert isinstance(choose_attention_backend("triton", SPEC), Tunable)
+    assert not isinstance(choose_attention_backend("cpu", SPEC), Tunable)
+    assert not isinstance(choose_attention_backend("torch", SPEC), Tunable)

@@ -1,0 +1,18 @@
+"""Say which forwards torch may compile, without importing what compiles."""
+
+from __future__ import annotations
+
+import torch
+
+INDUCTOR = "inductor"  # torch's own compiler
+
+
+def compile_rule(compiler: str, device: torch.device, world_size: int) -> str:
+    """Return the rule that keeps a forward on this device from being compiled, or nothing."""
+    if not compiler:
+        return ""
+    if world_size > 1:
+        return f"holds on one rank, not on {world_size}: the compiler cannot see into the exchanges between ranks"
+    if compiler == INDUCTOR and device.type == "cpu":
+        return "needs a GPU: on a CPU whole layers are one kernel each already, and weights lie as those take them"
+    return ""
