@@ -163,7 +163,9 @@ class BatchState:
             rows = np.flatnonzero(mask).astype(np.int32)
             steady = _Compute(rows, np.ones(len(rows), np.int32), np.ones(len(rows), np.bool_))
         self._check_room(change, steady.rows)
-        steady, num_tokens = _with_tries(steady, change)
+        num_tokens = len(steady.rows)
+        if self.limits.num_speculative_tokens:
+            steady, num_tokens = _with_tries(steady, change)
         chunks = sorted(r for r, d in change.drafts.items() if d.num_scheduled_tokens and d.state is RowState.PREFILL)
         num_tokens += sum(change.drafts[row].num_scheduled_tokens or 0 for row in chunks)
         if num_tokens > self.limits.max_num_batched_tokens:
@@ -201,8 +203,10 @@ class BatchState:
 
     def _speculation(self, change: Transition) -> Speculation | None:
         """Say which rows try tokens ahead, and of which it is known by now what was accepted."""
+        if not self.limits.num_speculative_tokens or change.mode is not Mode.RUN:
+            return None
         rows = [row for row, draft in change.drafts.items() if draft.tries_ahead]
-        if change.mode is not Mode.RUN or not (rows or self._unsettled):
+        if not (rows or self._unsettled):
             return None
         return Speculation(
             rows=tuple(sorted(rows)),
