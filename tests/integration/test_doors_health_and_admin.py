@@ -145,7 +145,7 @@ async def test_prefix_cache_is_reset_through_the_engine() -> None:
         assert (await doors.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())).num_blocks == 15
 
 
-@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "UpdateWeights", "StartProfile", "StopProfile"])
+@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "StartProfile", "StopProfile"])
 async def test_what_is_not_built_is_unimplemented_and_says_so(method: str) -> None:
     async with open_doors() as doors:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import cast
 
 import grpc
@@ -67,6 +68,7 @@ class FakeEngine:
         self.ready = True
         self.not_ready_reason = ""
         self.is_still = True
+        self.dormancy = SimpleNamespace(asleep=frozenset())
         self.seen: list[Generation] = []
         self.cancelled: list[str] = []
         self.now = time.monotonic
@@ -86,6 +88,10 @@ class FakeEngine:
     @property
     def admits(self) -> bool:
         return self.ready
+
+    @property
+    def is_at_rest(self) -> bool:
+        return False
 
     async def generate(self, generation: Generation) -> GenerationStream:
         if not self.ready:

@@ -214,6 +214,9 @@ class FakeExecutor(Executor):
             "AllocateKvCache": worker_pb2.AllocateKvCacheResponse(kv_bytes=1 << 20),
             "WarmUp": worker_pb2.WarmUpResponse(),
             "Leave": worker_pb2.LeaveResponse(),
+            "Sleep": worker_pb2.WorkerServiceSleepResponse(freed_bytes=1000, taken_bytes=10 + fake.rank),
+            "WakeUp": worker_pb2.WorkerServiceWakeUpResponse(taken_bytes=1010 + fake.rank),
+            "UpdateWeights": worker_pb2.WorkerServiceUpdateWeightsResponse(num_tensors=7),
         }
         return replies[method]
 

@@ -21,6 +21,7 @@ from control_plane.group_keeper import GroupKeeper, OnGroupLoss
 from maniple.v1 import worker_pb2
 from service_chassis.errors import WrongState
 from service_chassis.ids import Rank
+from support.fake_executor import FakeExecutor
 from support.formed_ranks import FormedExecutor
 
 SETTINGS = GroupSettings(model="fake", max_num_seqs=4, num_kv_blocks=16, lease_s=1.0, startup_timeout_s=5.0)
@@ -50,7 +51,7 @@ class Seated(Exception):
 class Keeper:
     """A keeper of ranks that are another set at every attempt."""
 
-    def __init__(self, ranks: Iterator[FormedExecutor], clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, ranks: Iterator[FakeExecutor], clock: Callable[[], float] = lambda: 0.0) -> None:
         self.groups: list[WorkerGroup] = []
         self.said: list[str] = []
         self._ranks = ranks
@@ -89,6 +90,28 @@ async def test_spare_outlives_a_rank_that_dies_while_it_waits(error: Exception) 
     assert "wait" in keeper.said
     assert len(keeper.groups) == 2
     assert all("Leave" not in fake.calls and not fake.goodbyes for fake in waiting.fakes), "they are another's"
+
+
+async def test_group_that_is_formed_anew_gets_the_weights_that_were_taken_last() -> None:
+    Update = worker_pb2.WorkerServiceUpdateWeightsRequest
+    ranks = FakeExecutor(2)
+    keeper = Keeper(iter([ranks, FakeExecutor(2), FakeExecutor(2)]))
+    with pytest.raises(Seated):
+        await keeper.start()
+    assert all("UpdateWeights" not in fake.calls for fake in ranks.fakes)
+    keeper.keeper._fleet.rest.weights_path = "/new"
+    with pytest.raises(Seated):
+        await keeper.start()
+    for fake in keeper.groups[1].executor.fakes:  # type: ignore[attr-defined]
+        assert fake.calls.count("UpdateWeights") == 2
+        assert fake.requests["UpdateWeights"] == Update(epoch=1, phase=Update.PHASE_COMMIT)
+    refusing = keeper._ranks
+    keeper._ranks = iter([one := next(refusing)])
+    one.fakes[1].call_errors["UpdateWeights"] = WrongState("no memory")  # type: ignore[attr-defined]
+    with pytest.raises(WrongState, match="rank 1: no memory"):
+        await keeper.start()
+    assert keeper.groups[2].loss is None
+    assert one.num_shutdowns == 1  # type: ignore[attr-defined]
 
 
 async def test_refusal_of_a_rank_ends_the_waiting() -> None:
