@@ -16,16 +16,14 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
-import numpy as np
 import torch
 
-from maniple_kernels.gumbel import gumbel_argmax
 from service_chassis.errors import InvalidParameter
 from worker_service.attention.base import AttentionSpec, Tunable
 from worker_service.forward.assemble import ForwardOptions, assemble_forward
 from worker_service.forward.compile_rule import compile_rule
 from worker_service.forward.forward_pass import ForwardPass, dummy_step
-from worker_service.forward.graph_sizes import sizes_to_record
+from worker_service.forward.graph_sizes import default_sizes, sizes_to_record
 from worker_service.forward.launched_step import LaunchedStep
 from worker_service.forward.step_outputs import Said, StepOutputs
 from worker_service.input_batch import InputBatch
@@ -227,7 +225,9 @@ class TorchModelRunner:
         largest = min(self._options.max_num_seqs, self._options.max_num_batched_tokens)
         graphs = self._forward.graphs
         if graphs is None or enforce_eager:
-            sizes = sorted({size for size in (*capture_sizes, 1, 8, 32) if size <= largest}, reverse=True)
+            # On a device the kernels that merge the parts of attention differ by how many parts there are.
+            usual = (1, 8, 32) if self._platform.device.type == "cpu" else default_sizes(largest)
+            sizes = sorted({size for size in (*capture_sizes, *usual) if size <= largest}, reverse=True)
             for index, size in enumerate(sizes):
                 progress(index / len(sizes), f"decode of {size} rows")
                 self._run_dummy(kv, [1] * size)
@@ -297,9 +297,7 @@ class TorchModelRunner:
             if logits is not None:
                 # A model that computes nonsense of nothing is refused before it serves anybody.
                 check_finite(logits, lambda place: "already before the first request; are its weights what they seem?")
-                logits.argmax(dim=-1)
-            if logits is not None and self._platform.device.type == "cpu":
-                gumbel_argmax(logits, np.zeros((len(logits), 2), np.uint32))
+                self._outputs.sampler.warm_up(logits)
         self._platform.synchronize()
 
     def known_tokens(self, req_index: int) -> list[int]:

@@ -7,12 +7,25 @@ are recorded first.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from worker_service.forward.recorder import Cut, Work
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Free nothing by the way while a graph is recorded: a graph or an event among it would spoil it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class CudaRecording:
@@ -39,7 +52,6 @@ class CudaRecorder:
         graphs: list[torch.cuda.CUDAGraph] = []
         pieces: list[Work] = []
         torch.cuda.synchronize(self._device)
-        gc.collect()  # a tensor that is freed while a graph is recorded would be freed in it
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
@@ -59,9 +71,15 @@ class CudaRecorder:
 
         present = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(present)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _collector_paused():
             begin()
-            work(cut)
+            try:
+                work(cut)
+            except BaseException:
+                # The stream must not stay as it is; what went wrong is in the exception already.
+                with contextlib.suppress(RuntimeError):
+                    graphs[-1].capture_end()
+                raise
             end()
         present.wait_stream(self._stream)
         return CudaRecording(graphs, pieces)

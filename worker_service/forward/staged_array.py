@@ -41,8 +41,8 @@ class StagedArray:
             That part of the array on the device, padding included. The copy is on the current stream.
         """
         self._turn = (self._turn + 1) % len(self._pinned)
-        if self._copied:
-            self._copied[self._turn].synchronize()  # long done, unless the host is that many steps ahead
+        if self._copied and not self._copied[self._turn].query():  # type: ignore[no-untyped-call]
+            self._copied[self._turn].synchronize()  # the host is that many steps ahead
         count = len(values) + num_padding
         staged = self._pinned[self._turn][: count * math.prod(values.shape[1:])].view(count, *values.shape[1:])
         content = staged.numpy()

@@ -20,6 +20,9 @@ class RowSampler(Protocol):
     def sample(self, logits: Tensor, rows: Int32Array, noting: OutputLogprobs | None = None) -> Int32Array:
         """See ``Sampler.sample``."""
 
+    def warm_up(self, logits: Tensor) -> None:
+        """Run once what is compiled at its first use. ``logits`` may be changed, nothing else is."""
+
 
 @runtime_checkable
 class LaunchingSampler(RowSampler, Protocol):

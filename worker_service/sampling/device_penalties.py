@@ -29,6 +29,14 @@ class DevicePenalties:
         self._slots: dict[int, tuple[object, int]] = {}  # req_index -> whose, slot
         self._num_counted: dict[int, int] = {}  # slot -> tokens
 
+    def warm_up(self, logits: Tensor) -> None:
+        """Launch the kernel once, for nobody."""
+        if not self._free:
+            self._grow()
+        nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
+        factors = torch.tensor([[1.0], [0.0], [0.0]], device=self._device)
+        penalize_(logits, nothing, nothing + self._free[-1], self._seen, self._counts, *factors)
+
     def apply_(
         self, logits: Tensor, columns: SamplingColumns, asking: list[tuple[int, int]], tokens: KnownTokens
     ) -> None:

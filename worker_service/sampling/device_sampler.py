@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from maniple_kernels.gpu.logprobs import gather_logprobs
 from maniple_kernels.gpu.mask import apply_mask_
 from maniple_kernels.gpu.sample import sample
 from worker_service.forward.device_copies import Landing, to_device
@@ -88,6 +89,15 @@ class DeviceSampler:
         if penalized:
             self._penalties.follow(penalized, sampled)
         return LaunchedSampling(sampled, is_finite, rows, self._batch.num_tokens[rows])
+
+    def warm_up(self, logits: Tensor) -> None:
+        """Launch every kernel once, so that none is compiled while somebody waits. ``logits`` are changed."""
+        rows = np.arange(min(len(logits), len(self._batch.num_tokens)), dtype=np.int32)
+        self._mask(logits, [0], to_device(np.full((1, self._num_words), -1, np.int32), self._device))
+        self._penalties.warm_up(logits)
+        self._draw(logits[: len(rows)], rows)
+        self.latest.zero_()
+        gather_logprobs(logits, self.latest.new_zeros(len(logits)))
 
     def _draw(self, logits: Tensor, rows: Int32Array) -> Tensor:
         columns, count = self._batch.sampling, len(rows)

@@ -96,6 +96,11 @@ class Sampler:
         chosen[drawn] = self._draw(logits if len(drawn) == len(rows) else logits[torch.from_numpy(drawn)], rows[drawn])
         return chosen
 
+    def warm_up(self, logits: Tensor) -> None:
+        """Run what is compiled at its first use."""
+        logits.argmax(dim=-1)
+        gumbel_argmax(logits.cpu().contiguous(), np.zeros((len(logits), 2), np.uint32))
+
     @staticmethod
     def _greedy(logits: Tensor) -> Int32Array:
         return logits.argmax(dim=-1).to(torch.int32).cpu().numpy()  # torch returns the first of equals

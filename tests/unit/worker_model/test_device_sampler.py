@@ -139,3 +139,18 @@ def test_large_finite_logits_are_no_fault() -> None:
     batch = make_batch({2: RowSampling()})
     logits = torch.full((1, VOCAB), 3.0e38)  # their sum is not finite
     assert DeviceSampler(batch, CPU).sample(logits, np.array([2], np.int32)).tolist() == [0]
+
+
+def test_warming_up_leaves_no_trace() -> None:
+    penalized = RowSampling(presence_penalty=1.5, repetition_penalty=1.2, temperature=0.9, seed=2)
+    warm, cold = make_batch({0: penalized, 3: RowSampling()}), make_batch({0: penalized, 3: RowSampling()})
+    host, device = Sampler(cold), DeviceSampler(warm, CPU)
+    device.warm_up(torch.zeros(64, VOCAB))
+    assert device.latest.tolist() == [0] * 16
+    rows = np.array([0, 3], np.int32)
+    for step in range(3):
+        logits = logits_of(2, step)
+        expected = host.sample(logits.clone(), rows)
+        assert device.sample(logits, rows).tolist() == expected.tolist()
+        for batch in (warm, cold):
+            batch.append(rows, expected)
