@@ -230,6 +230,10 @@ class ScriptedRunner:
         self._group.barrier()  # where the layers of a real model meet
         vectors = self._pool(work)
         telling = StepLogprobs(self.sampling.logprobs, work, self.num_prompt_tokens)
+        num_computed = int(work.num_scheduled_tokens.sum())
+        wanted_s = self._options.step_time_s + num_computed * self._options.step_time_per_token_s
+        if (left_s := started + wanted_s - time.monotonic()) > 0:
+            time.sleep(left_s)
         sampling_ns = time.monotonic_ns()
         num_tokens = None
         if work.speculation is None:
@@ -239,10 +243,6 @@ class ScriptedRunner:
         else:
             agreed = self._agree_on_tries(work, telling)
             token_ids, num_tokens, logprobs = agreed.token_ids, agreed.num_tokens, agreed.logprobs
-        num_computed = int(work.num_scheduled_tokens.sum())
-        wanted_s = self._options.step_time_s + num_computed * self._options.step_time_per_token_s
-        if (left_s := started + wanted_s - time.monotonic()) > 0:
-            time.sleep(left_s)
         if fault is not None and fault.kind == "wrong_digest":
             self._has_diverged = True
         return StepOutput(
