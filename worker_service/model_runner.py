@@ -262,19 +262,22 @@ class TorchModelRunner:
             if self._outputs.is_plain(work):
                 return self._launch(work, self._batch, self._outputs)
         started = time.perf_counter()
-        said = Said()
+        said, sampling_ns = Said(), 0
         if work.mode is Mode.RUN and len(work.rows):
             assert self._forward is not None
             assert self._outputs is not None
             assert self._kv is not None
             with torch.inference_mode(), self._explaining("step"):
                 work = with_tries(work, self._batch)
-                said = self._outputs.take(work, self._forward(self._batch.prepare(work), self._kv), self._group)
+                hidden = self._forward(self._batch.prepare(work), self._kv)
+                sampling_ns = time.monotonic_ns()
+                said = self._outputs.take(work, hidden, self._group)
         return StepOutput(
             step=work.step,
             token_ids=said.token_ids,
             token_digest=self._batch.token_digest,
             device_us=int((time.perf_counter() - started) * 1e6),
+            sampling_ns=sampling_ns,
             vectors=said.vectors,
             logprobs=said.logprobs,
             num_tokens=said.num_tokens,
