@@ -8,6 +8,8 @@ of the demo model on two Zen 5 cores, in ms, panels / packed by oneDNN / plain: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,14 +31,16 @@ def fits_panels(weight: Tensor) -> bool:
     return out_features % PANEL == 0 and in_features % 2 == 0 and has_products(bfloat16=is_bfloat16)
 
 
-def pack_panels(weight: Tensor) -> Tensor:
+def pack_panels(weight: Tensor, empty: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None) -> Tensor:
     """Return the weights [out_features, in_features] as [out_features / 32, in_features / step, 32, step].
 
-    ``step`` is 2 in bfloat16, 1 in float32.
+    ``step`` is 2 in bfloat16, 1 in float32. ``empty`` makes the result; it is contiguous.
     """
     out_features, in_features = weight.shape
     step = 2 if weight.dtype is torch.bfloat16 else 1
-    return weight.view(out_features // PANEL, PANEL, in_features // step, step).transpose(1, 2).contiguous()
+    shape = out_features // PANEL, in_features // step, PANEL, step
+    panels = torch.empty(shape, dtype=weight.dtype) if empty is None else empty(shape, weight.dtype)
+    return panels.copy_(weight.view(out_features // PANEL, PANEL, in_features // step, step).transpose(1, 2))
 
 
 def multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from maniple_kernels.linear import fits_panels, multiply_panels, pack_panels
 from maniple_kernels.quantized_linear import GroupedWeights, dequantize, quantized_linear
 from worker_service.models.checkpoint import Slot
 from worker_service.models.quantization import BlockRows, Quantization, empty_blocks, group_weights
+from worker_service.models.weight_memory import WeightMemory
 from worker_service.tensor_group import TensorGroup
 
 # Rows of one tile under --batch-invariant. A matrix product of exactly this many rows gives a row the same bits
@@ -45,6 +46,7 @@ class Placement:
     # Of this rank alone unless one is given, which joins the others before the first forward.
     group: TensorGroup = field(default_factory=lambda: TensorGroup(torch.device("cpu")))
     quantization: Quantization = field(default_factory=Quantization)
+    memory: WeightMemory = field(default_factory=WeightMemory)  # for weights in their final form, on the CPU
 
     def share(self, size: int, what: str) -> int:
         """Return this rank's part of a dimension that is split evenly."""
@@ -118,7 +120,7 @@ class Linear:
             self.weight, self._blocks = placement.empty(0, 0), {}
             return
         if fits_panels(self.weight):
-            self._panels = pack_panels(self.weight)
+            self._panels = pack_panels(self.weight, placement.memory.empty)
         wanted = self._panels is None or has_matrix_units(placement.dtype)
         if wanted and placement.device.type == "cpu" and _can_pack(placement.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from maniple_kernels.argmax import finite_argmax
 from maniple_kernels.gumbel import gumbel_argmax, gumbel_noise
 from worker_service.sampling.columns import GREEDY_BELOW, SamplingColumns, allowed
 from worker_service.sampling.logprobs import OutputLogprobs
@@ -75,7 +76,9 @@ class Sampler:
         Raises:
             NonFiniteLogits: a row holds NaN or an infinity.
         """
-        check_finite(logits, lambda place: f"row {rows[place]}, position {self._batch.num_tokens[rows[place]]}")
+        highest = finite_argmax(logits) if logits.device.type == "cpu" else None
+        if highest is None or (highest < 0).any():
+            check_finite(logits, lambda place: f"row {rows[place]}, position {self._batch.num_tokens[rows[place]]}")
         if noting is not None:
             noting.note_raw(logits)
         columns = self._batch.sampling
@@ -88,7 +91,7 @@ class Sampler:
         if noting is not None:
             noting.note_processed(logits)
         if len(drawn) == 0:
-            return self._greedy(logits)
+            return self._greedy(logits) if adjusted or highest is None else highest
         chosen = np.empty(len(rows), np.int32)
         if len(drawn) < len(rows):
             greedy = np.flatnonzero(columns.temperature[rows] < GREEDY_BELOW)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from maniple_kernels.argmax import finite_argmax, finite_argmax_reference
 from maniple_kernels.backend import fits_cpu_kernels, has_cpu_kernels
 from maniple_kernels.kv_store import store_kv
 from maniple_kernels.paged_attention import paged_attention, paged_attention_reference, plan_attention
@@ -153,3 +156,17 @@ def test_bfloat16_is_rounded_to_nearest_even_on_store() -> None:
     out = torch.empty(64, dtype=torch.bfloat16)
     normalize_rows(flat(torch.ones(64)), 1, 64, flat(weight), np.float32(0), flat(out))
     assert torch.equal(out, weight.to(torch.bfloat16))
+
+
+def test_finite_argmax_is_the_first_highest_and_says_what_is_no_number() -> None:
+    scores = torch.randn(9, 2112)
+    scores[0, [2111, 77, 1500]] = 9.0  # the first of equals, of three tiles
+    scores[1, :] = -3.0
+    scores[2, 2111] = 8.0
+    for row, value in ((3, math.nan), (4, math.inf), (5, -math.inf)):
+        scores[row, 1031] = value
+    scores[6, :] = torch.finfo(torch.float32).min
+    expected = [77, 0, 2111, -1, -1, -1, 0, *scores[7:].argmax(dim=-1).tolist()]
+    assert finite_argmax(scores).tolist() == expected
+    assert finite_argmax_reference(scores).tolist() == expected
+    assert finite_argmax(scores[:, :211].contiguous()).tolist()[7:] == scores[7:, :211].argmax(dim=-1).tolist()

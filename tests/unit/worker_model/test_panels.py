@@ -14,6 +14,7 @@ from maniple_kernels.rotary import rotate_reference
 from support.attention_plans import REQUESTS, make_plan
 from worker_service.models import layers
 from worker_service.models.layers import Linear, Placement
+from worker_service.models.weight_memory import WeightMemory
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 ROWS = 83
@@ -38,6 +39,17 @@ def test_panels_hold_every_weight_once(dtype: torch.dtype) -> None:
     for output, inputs in ((0, 0), (31, 5), (32, 1), (63, 4)):
         assert panels[output // PANEL, inputs // step, output % PANEL, inputs % step] == weight[output, inputs]
     assert panels.numel() == weight.numel()
+
+
+def test_weight_memory_hands_out_memory_that_nobody_else_has() -> None:
+    memory = WeightMemory()
+    shapes = [(3, 5), (40_000_000,), (7,), (1 << 20, 3), (2, 2, 2)]  # one is larger than a chunk
+    tensors = [memory.empty(shape, dtype) for shape in shapes for dtype in (torch.bfloat16, torch.float32)]
+    for index, tensor in enumerate(tensors):
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 64 == 0
+        tensor.flatten()[[0, -1]] = float(index)
+    assert all((tensor.flatten()[[0, -1]] == index).all() for index, tensor in enumerate(tensors))
 
 
 @DTYPES
