@@ -16,7 +16,8 @@ def add_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, made in settings_of(config_class).items():
         if made.is_internal:
-            parser.add_argument(made.flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            action = argparse.BooleanOptionalAction if made.is_switch else "store"
+            parser.add_argument(made.flag, dest=name, action=action, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
             continue
         if made.topic not in groups:
             groups[made.topic] = parser.add_argument_group(made.topic)

@@ -103,12 +103,12 @@ class Stages:
         """Return where rank 0 waits for the others; nothing on other ranks, and with one rank."""
         if self._config.world_size == 1 or self._config.rank != OUTPUT_RANK:
             return ""
+        listen, is_all_here = self._config.listen, self._config.is_all_here
         if self._rendezvous is None:
-            listen = self._config.listen
             # Behind a Unix socket everybody who matters is on this machine.
-            host = "127.0.0.1" if listen.startswith("unix:") else listen.rpartition(":")[0]
-            self._rendezvous = Rendezvous(host)
-        return f":{self._rendezvous.port}"
+            is_local = is_all_here or listen.startswith("unix:")
+            self._rendezvous = Rendezvous("127.0.0.1" if is_local else listen.rpartition(":")[0])
+        return f"127.0.0.1:{self._rendezvous.port}" if is_all_here else f":{self._rendezvous.port}"
 
     def abort_collectives(self) -> None:
         """Have the device thread come back from a collective that will never end."""
@@ -202,6 +202,7 @@ class Stages:
             dtype=request.dtype or "auto",
             max_model_len=request.max_model_len,
             batch_invariant=request.batch_invariant,
+            quantization=request.quantization or "none",
             max_num_seqs=request.max_num_seqs,
             max_num_batched_tokens=request.max_num_batched_tokens,
             block_size=request.block_size,

@@ -32,6 +32,7 @@ def rank_config(config: WorkerConfig, index: int) -> WorkerConfig:
         config,
         tensor_parallel_size=1,
         rank=config.rank + index,
+        is_all_here=config.tensor_parallel_size == config.world_size,
         device_ids=config.device_ids[index : index + 1],
         listen=next_address(config.listen, index),
         health_listen=next_address(config.health_listen, index),

@@ -248,14 +248,19 @@ class Tenure:
     # Watching
 
     async def _watch_health(self, rank: Rank) -> None:
+        was_heard = True
         while True:
             try:
                 async for report in self._executor.watch_health(rank, self.epoch):
+                    was_heard = True
                     self._reports.heard_health(rank)
                     self._take_report(rank, report)
             except ConnectionError as error:
-                if not self._silenced:  # a rank that was told to go takes its streams along
-                    log.warning("health_stream.broken", rank=rank, reason=str(error))
+                # Once for each time that it broke: behind a proxy a rank that is gone refuses every new try. And a rank
+                # that was told to go takes its streams along.
+                tell = log.warning if was_heard and not self._silenced else log.debug
+                tell("health_stream.broken", rank=rank, reason=str(error))
+                was_heard = False
             await asyncio.sleep(_HEALTH_RETRY_S)
 
     async def _watch(self) -> None:

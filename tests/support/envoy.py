@@ -86,6 +86,7 @@ class Door:
 
     cluster: str = "upstream"
     name: str = "door"
+    address: str = "127.0.0.1:0"
     route_timeout_s: float | None = None  # None: Envoy's default of 15 s
     stream_idle_timeout_s: float | None = None  # None: Envoy's default of 300 s
     retry_on: str = ""
@@ -131,7 +132,7 @@ class Door:
         }
         if self.tls is not None:
             chain["transport_socket"] = self.tls
-        return {"name": self.name, "address": _address("127.0.0.1:0"), "filter_chains": [chain]}
+        return {"name": self.name, "address": _address(self.address), "filter_chains": [chain]}
 
 
 class Envoy:
