@@ -54,6 +54,7 @@ class LoadOptions:
     dtype: str = "auto"
     max_model_len: int = 0  # 0: the model's
     batch_invariant: bool = False
+    quantization: str = "none"  # none, int8, q4
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16
