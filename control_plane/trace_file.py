@@ -18,7 +18,7 @@ from service_chassis.telemetry import get_logger
 
 log = get_logger()
 
-# Viewers take some hundred megabytes. At 200 steps a second of one rank this is half an hour.
+# Viewers take some hundred megabytes. At 200 steps a second of one rank this is a quarter of an hour.
 MAX_TRACE_BYTES = 256 << 20
 _MAX_QUEUED = 100_000
 _WRITE_EVERY_S = 0.2
