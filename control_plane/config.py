@@ -458,7 +458,7 @@ class ControlPlaneConfig:
 
     trace: str = setting("", topic=LOGGING, read=read_text, metavar="FILE")
     """Write to FILE when each step was planned, sent, queued, executed, sampled and published, for ui.perfetto.dev; a
-    file that is there is replaced. No prompts, no outputs; 256 MiB at most, about half an hour of a busy rank."""
+    file that is there is replaced. No prompts, no outputs; 256 MiB at most, a quarter of an hour of a busy rank."""
 
     def __post_init__(self) -> None:
         faults = broken_rules(self) or _contradictions(self)
