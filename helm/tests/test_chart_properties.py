@@ -42,7 +42,10 @@ def values(draw: some.DrawFn) -> dict[str, Any]:
             "maxGroups": draw(some.integers(1, 3)),
             "drainSeconds": draw(some.integers(1, 3600)),
             "preStopSeconds": draw(some.integers(0, 60)),
-            "autoscaling": {"enabled": draw(some.booleans())},
+            "autoscaling": {
+                "enabled": draw(some.booleans()),
+                "prometheus": draw(some.sampled_from(["", "http://p:9090"])),
+            },
         },
         "model": draw(
             some.sampled_from(
@@ -203,9 +206,11 @@ def _control_plane(rendered: Rendered, merged: dict[str, Any]) -> None:
     needed = -(-num_groups // int(said["MANIPLE_MAX_GROUPS"]))
     if plane.get("autoscaling", {}).get("enabled"):
         assert "replicas" not in deployment["spec"]
-        [scaler] = rendered.of("HorizontalPodAutoscaler")
-        assert scaler["spec"]["minReplicas"] >= needed
-        assert scaler["spec"]["maxReplicas"] >= scaler["spec"]["minReplicas"]
+        [scaler] = [*rendered.of("HorizontalPodAutoscaler"), *rendered.of("ScaledObject")]
+        spec = scaler["spec"]
+        least = spec.get("minReplicas", spec.get("minReplicaCount"))
+        assert least >= needed
+        assert spec.get("maxReplicas", spec.get("maxReplicaCount")) >= least
     else:
         assert deployment["spec"]["replicas"] == needed + plane.get("spares", 1)
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 1}
