@@ -134,6 +134,11 @@ class Started:
     num_cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Nothing happened for a while. At any place before the last event."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Chunk:
     """New output of one sample; chunks that nobody took yet are merged."""
@@ -189,4 +194,4 @@ class Done:
     duration_s: float
 
 
-Event = Started | PromptLogprobs | Chunk | Embedded | SampleFinished | Done
+Event = Started | Waiting | PromptLogprobs | Chunk | Embedded | SampleFinished | Done

@@ -10,7 +10,17 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from control_plane.generation import Chunk, Done, Embedded, Event, Generation, PromptLogprobs, SampleFinished, Started
+from control_plane.generation import (
+    Chunk,
+    Done,
+    Embedded,
+    Event,
+    Generation,
+    PromptLogprobs,
+    SampleFinished,
+    Started,
+    Waiting,
+)
 from control_plane.turns import Turns
 from service_chassis.errors import Cancelled, ManipleError
 from service_chassis.protocol.logprobs import Logprobs
@@ -37,6 +47,11 @@ class GenerationStream:
     def put_started(self, started: Started) -> None:
         """Say that the request entered its first delta."""
         self._put(started)
+
+    def put_waiting(self) -> None:
+        """Say that nothing happens, where there is nothing else to say."""
+        if not self._pending:
+            self._put(Waiting())
 
     def put_prompt_logprobs(self, columns: Logprobs) -> None:
         """Say what was asked of the prompt."""

@@ -19,7 +19,8 @@ def generate(target: Path) -> None:
     """Write messages, services and typed stubs below ``target``. Proto package = Python package: nothing is patched."""
     target.mkdir(parents=True, exist_ok=True)
     outs = [f"--{plugin}_out={target}" for plugin in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    files = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
+    # What google/ gives is in a package of its own, googleapis-common-protos.
+    files = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "maniple").rglob("*.proto"))
     # The plugins for typed stubs lie beside this interpreter, which need not be on PATH.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTOS}", *outs, *files]

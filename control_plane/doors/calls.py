@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from control_plane.doors.converters import CallFacts
-from control_plane.generation import Event, Generation, Started
+from control_plane.generation import Event, Generation, Started, Waiting
 from control_plane.generation_stream import GenerationStream
 from service_chassis.auth import current_caller
+from service_chassis.errors import ManipleError, reason_name
 
 if TYPE_CHECKING:
     from control_plane.fleet import Fleet
@@ -43,18 +44,25 @@ async def events(fleet: Fleet, generation: Generation, context: Context) -> Asyn
 
 async def admit(fleet: Fleet, generation: Generation) -> GenerationStream:
     """Let a request of the present caller in, where its share has room for one more. Every door comes through here."""
-    fleet.check_share(current_caller())
-    return await fleet.generate(generation)
+    try:
+        fleet.check_share(current_caller())
+        return await fleet.generate(generation)
+    except ManipleError as error:
+        fleet.num_refused[reason_name(error.reason)] += 1
+        raise
 
 
 async def stream_events(stream: GenerationStream, context: Context) -> AsyncGenerator[Event, None]:
     """Yield the events of a stream; it is cancelled when this is closed early.
 
     Initial metadata leaves with ``Started``: until then a proxy may still retry the call elsewhere, afterwards never.
+    Of a request that waits for long it leaves with the first ``Waiting``, or the proxy would end it.
     """
+    has_begun = False
     async with aclosing(read_events(stream)) as all_events:
         async for event in all_events:
-            if isinstance(event, Started):
+            if not has_begun and isinstance(event, Started | Waiting):
+                has_begun = True
                 await context.send_initial_metadata(())
             yield event
 

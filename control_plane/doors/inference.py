@@ -7,11 +7,13 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from control_plane.doors import converters, prompts
-from control_plane.doors.calls import Context, call_facts, events, stream_events
+from control_plane.doors.calls import Context, admit, call_facts, stream_events
 from control_plane.doors.embeddings import embed, to_embedding
 from control_plane.doors.limits import MAX_DETOKENIZE_CONTEXTS, MAX_TOKENIZE_CHARS, check_count, check_token_ids
 from control_plane.doors.served_model import ServedModel
-from control_plane.generation import Chunk, Done, Event, Generation, PromptLogprobs, SampleFinished, Started
+from control_plane.doors.silence import WITHIN_S, Silence
+from control_plane.generation import Chunk, Done, PromptLogprobs, SampleFinished, Started, Waiting
+from control_plane.generation_stream import GenerationStream
 from maniple.v1 import inference_pb2, inference_pb2_grpc
 from maniple.v1.inference_pb2 import GenerateResponse
 from service_chassis.auth import current_caller
@@ -30,8 +32,15 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
     """Translate between clients and the engine. Decides nothing."""
 
     def __init__(
-        self, fleet: Fleet, served: ServedModel, *, new_seed: Callable[[], int] = converters.draw_seed
+        self,
+        fleet: Fleet,
+        served: ServedModel,
+        *,
+        new_seed: Callable[[], int] = converters.draw_seed,
+        silent_within_s: float = WITHIN_S,
     ) -> None:
+        """Let no stream be silent for longer than ``silent_within_s``."""
+        self._silence = Silence(silent_within_s)
         self._fleet = fleet
         self._served = served
         self._new_seed = new_seed
@@ -47,7 +56,8 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
             limits=fleet.limits,
             new_seed=self._new_seed,
         )
-        async with aclosing(_responses(events(fleet, generation, context), generation, "Generate")) as responses:
+        stream = await admit(fleet, generation)
+        async with aclosing(_responses(stream, context, self._silence, "Generate")) as responses:
             async for response in responses:
                 yield response
 
@@ -56,7 +66,7 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
         request_id, token, cursors = converters.to_cursors(request)
         stream = await self._fleet.resume(request_id, token, current_caller().identity, cursors)
-        async with aclosing(_responses(stream_events(stream, context), stream.generation, "Resume")) as responses:
+        async with aclosing(_responses(stream, context, self._silence, "Resume")) as responses:
             async for response in responses:
                 yield inference_pb2.ResumeResponse(response=response)
 
@@ -121,32 +131,41 @@ class InferenceDoor(inference_pb2_grpc.InferenceServiceServicer):
 
 
 async def _responses(
-    all_events: AsyncGenerator[Event, None], generation: Generation, method: str
+    stream: GenerationStream, context: Context, silence: Silence, method: str
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """Turn events into what the client hears, up to the one last message."""
+    """Turn events into what the client hears, up to the one last message. The stream is cancelled if closed early."""
+    generation = stream.generation
     whole = {index: Chunk(index=index) for index in range(generation.sampling.n)} if generation.only_final else {}
-    has_started = False
+    has_begun = False
     of_prompt: Logprobs | None = None
     try:
-        async with aclosing(all_events):
-            async for event in all_events:
-                match event:
-                    case Started():
-                        has_started = True
-                        yield converters.started_response(event)
-                    case PromptLogprobs():
-                        of_prompt = event.columns
-                    case Chunk() if generation.only_final:
-                        whole[event.index].add(event)
-                    case Chunk():
-                        yield converters.chunk_response(event)
-                    case SampleFinished():
-                        yield converters.finished_response(event, whole.pop(event.index, None))
-                    case Done():
-                        yield converters.done_response(event, of_prompt)
+        async with aclosing(stream_events(stream, context)) as all_events:
+            with silence.broken_on(stream) as voice:
+                async for event in all_events:
+                    match event:
+                        case Started():
+                            response = converters.started_response(event)
+                        case Waiting():
+                            response = GenerateResponse(waiting=GenerateResponse.Waiting())
+                        case PromptLogprobs():
+                            of_prompt = event.columns
+                            continue
+                        case Chunk() if generation.only_final:
+                            whole[event.index].add(event)
+                            continue
+                        case Chunk():
+                            response = converters.chunk_response(event)
+                        case SampleFinished():
+                            response = converters.finished_response(event, whole.pop(event.index, None))
+                        case Done():
+                            response = converters.done_response(event, of_prompt)
+                        case _:
+                            continue
+                    has_begun = voice.has_spoken = True
+                    yield response
     except Exception as caught:
         error = as_maniple_error(caught, method=f"/{SERVICE}/{method}", request_id=generation.request_id)
-        if has_started:
+        if has_begun:
             # Transcoders lose trailers, so a stream that began says in band how it ended. Before that the status
             # alone must speak: a message would take the right to retry from proxies.
             yield GenerateResponse(error=error.stream_error())

@@ -213,7 +213,11 @@ class Doors:
 
 @asynccontextmanager
 async def open_doors(
-    model: str = "scripted", *, limits: EngineLimits = SCRIPTED_LIMITS, max_message_bytes: int = 4 << 20
+    model: str = "scripted",
+    *,
+    limits: EngineLimits = SCRIPTED_LIMITS,
+    max_message_bytes: int = 4 << 20,
+    silent_within_s: float = 10.0,
 ) -> AsyncIterator[Doors]:
     """Serve ``model``'s text side and a fake engine; yields clients of every door."""
     text = load_model_text(model)
@@ -222,7 +226,8 @@ async def open_doors(
     fleet = Fleet()
     fleet.take(cast(Engine, engine))
     server = make_server(max_message_bytes)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceDoor(fleet, served), server)
+    inference = InferenceDoor(fleet, served, silent_within_s=silent_within_s)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineDoor(fleet, served, version="0"), server)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(OpenInferenceDoor(fleet, served, version="0"), server)
     health_door = HealthDoor(fleet, [INFERENCE, VLLM_ENGINE], repeat_s=0.2)

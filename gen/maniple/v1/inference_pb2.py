@@ -22,11 +22,12 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from maniple.v1 import errors_pb2 as maniple_dot_v1_dot_errors__pb2
 from maniple.v1 import sampling_pb2 as maniple_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amaniple/v1/inference.proto\x12\nmaniple.v1\x1a\x17maniple/v1/errors.proto\x1a\x19maniple/v1/sampling.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"i\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x05 \x01(\t\"\xdc\x01\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.maniple.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x15\n\rchat_template\x18\x05 \x01(\t\x12\x1a\n\x12template_args_json\x18\x06 \x01(\tB\x18\n\x16_add_generation_prompt\"\xe5\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.maniple.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.maniple.v1.ChatPromptH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.maniple.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12!\n\x19skip_reading_prefix_cache\x18\t \x01(\x08\x12\x12\n\nonly_final\x18\n \x01(\x08\x12\x11\n\tskip_text\x18\x0b \x01(\x08\x12\x16\n\x0e\x64\x65tach_grace_s\x18\x0c \x01(\x02\x12\x0c\n\x04lora\x18\r \x01(\tB\x08\n\x06prompt\"\xa1\x07\n\x10GenerateResponse\x12\x37\n\x07started\x18\x01 \x01(\x0b\x32$.maniple.v1.GenerateResponse.StartedH\x00\x12\x33\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\".maniple.v1.GenerateResponse.ChunkH\x00\x12\x39\n\x08\x66inished\x18\x03 \x01(\x0b\x32%.maniple.v1.GenerateResponse.FinishedH\x00\x12\x31\n\x04\x64one\x18\x04 \x01(\x0b\x32!.maniple.v1.GenerateResponse.DoneH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.maniple.v1.StreamErrorH\x00\x1ai\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x1a\x64\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x01(\x0b\x32\x19.maniple.v1.TokenLogprobs\x1a\xeb\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.maniple.v1.FinishReason\x12\x16\n\x0cmatched_stop\x18\x03 \x01(\tH\x00\x12\x1a\n\x10matched_token_id\x18\x04 \x01(\rH\x00\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x0c\n\x04text\x18\x07 \x01(\t\x12+\n\x08logprobs\x18\x08 \x01(\x0b\x32\x19.maniple.v1.TokenLogprobsB\t\n\x07matched\x1a\xbe\x01\n\x04\x44one\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1d\n\x15time_to_first_token_s\x18\x04 \x01(\x01\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12\x32\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x19.maniple.v1.TokenLogprobsB\x07\n\x05\x65vent\"\xb1\x01\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\x12\x31\n\x07\x63ursors\x18\x03 \x03(\x0b\x32 .maniple.v1.ResumeRequest.Cursor\x1a\x43\n\x06\x43ursor\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x16\n\x0enum_text_bytes\x18\x03 \x01(\x04\"@\n\x0eResumeResponse\x12.\n\x08response\x18\x01 \x01(\x0b\x32\x1c.maniple.v1.GenerateResponse\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\rAbortResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x99\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.maniple.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xba\x01\n\x10GetModelResponse\x12\x14\n\x0cserved_names\x18\x01 \x03(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\r\n\x05\x64type\x18\x08 \x01(\t\"\x97\x02\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.maniple.v1.TokenIdsH\x00\x12\x31\n\x07pooling\x18\x05 \x01(\x0e\x32 .maniple.v1.EmbedRequest.Pooling\x12\x16\n\tnormalize\x18\x06 \x01(\x08H\x01\x88\x01\x01\"F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x42\x08\n\x06promptB\x0c\n\n_normalize\"=\n\rEmbedResponse\x12\x11\n\tembedding\x18\x01 \x03(\x02\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xf5\x03\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.maniple.v1.GenerateRequest\x1a\x1c.maniple.v1.GenerateResponse0\x01\x12\x41\n\x06Resume\x12\x19.maniple.v1.ResumeRequest\x1a\x1a.maniple.v1.ResumeResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.maniple.v1.AbortRequest\x1a\x19.maniple.v1.AbortResponse\x12\x45\n\x08Tokenize\x12\x1b.maniple.v1.TokenizeRequest\x1a\x1c.maniple.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.maniple.v1.DetokenizeRequest\x1a\x1e.maniple.v1.DetokenizeResponse\x12\x45\n\x08GetModel\x12\x1b.maniple.v1.GetModelRequest\x1a\x1c.maniple.v1.GetModelResponse\x12<\n\x05\x45mbed\x12\x18.maniple.v1.EmbedRequest\x1a\x19.maniple.v1.EmbedResponseBE\n\x0e\x64\x65v.maniple.v1P\x01Z$maniple.dev/gen/maniple/v1;maniplev1\xaa\x02\nManiple.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amaniple/v1/inference.proto\x12\nmaniple.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x17maniple/v1/errors.proto\x1a\x19maniple/v1/sampling.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"i\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x05 \x01(\t\"\xdc\x01\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.maniple.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x15\n\rchat_template\x18\x05 \x01(\t\x12\x1a\n\x12template_args_json\x18\x06 \x01(\tB\x18\n\x16_add_generation_prompt\"\xe5\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.maniple.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.maniple.v1.ChatPromptH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.maniple.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12!\n\x19skip_reading_prefix_cache\x18\t \x01(\x08\x12\x12\n\nonly_final\x18\n \x01(\x08\x12\x11\n\tskip_text\x18\x0b \x01(\x08\x12\x16\n\x0e\x64\x65tach_grace_s\x18\x0c \x01(\x02\x12\x0c\n\x04lora\x18\r \x01(\tB\x08\n\x06prompt\"\xe5\x07\n\x10GenerateResponse\x12\x37\n\x07started\x18\x01 \x01(\x0b\x32$.maniple.v1.GenerateResponse.StartedH\x00\x12\x33\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\".maniple.v1.GenerateResponse.ChunkH\x00\x12\x39\n\x08\x66inished\x18\x03 \x01(\x0b\x32%.maniple.v1.GenerateResponse.FinishedH\x00\x12\x31\n\x04\x64one\x18\x04 \x01(\x0b\x32!.maniple.v1.GenerateResponse.DoneH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.maniple.v1.StreamErrorH\x00\x12\x37\n\x07waiting\x18\x06 \x01(\x0b\x32$.maniple.v1.GenerateResponse.WaitingH\x00\x1ai\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x1a\x64\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x01(\x0b\x32\x19.maniple.v1.TokenLogprobs\x1a\xeb\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.maniple.v1.FinishReason\x12\x16\n\x0cmatched_stop\x18\x03 \x01(\tH\x00\x12\x1a\n\x10matched_token_id\x18\x04 \x01(\rH\x00\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x0c\n\x04text\x18\x07 \x01(\t\x12+\n\x08logprobs\x18\x08 \x01(\x0b\x32\x19.maniple.v1.TokenLogprobsB\t\n\x07matched\x1a\xbe\x01\n\x04\x44one\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1d\n\x15time_to_first_token_s\x18\x04 \x01(\x01\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12\x32\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x19.maniple.v1.TokenLogprobs\x1a\t\n\x07WaitingB\x07\n\x05\x65vent\"\xb1\x01\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\x12\x31\n\x07\x63ursors\x18\x03 \x03(\x0b\x32 .maniple.v1.ResumeRequest.Cursor\x1a\x43\n\x06\x43ursor\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x16\n\x0enum_text_bytes\x18\x03 \x01(\x04\"@\n\x0eResumeResponse\x12.\n\x08response\x18\x01 \x01(\x0b\x32\x1c.maniple.v1.GenerateResponse\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\rAbortResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x99\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.maniple.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xba\x01\n\x10GetModelResponse\x12\x14\n\x0cserved_names\x18\x01 \x03(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\r\n\x05\x64type\x18\x08 \x01(\t\"\x97\x02\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.maniple.v1.TokenIdsH\x00\x12\x31\n\x07pooling\x18\x05 \x01(\x0e\x32 .maniple.v1.EmbedRequest.Pooling\x12\x16\n\tnormalize\x18\x06 \x01(\x08H\x01\x88\x01\x01\"F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x42\x08\n\x06promptB\x0c\n\n_normalize\"=\n\rEmbedResponse\x12\x11\n\tembedding\x18\x01 \x03(\x02\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xd0\x05\n\x10InferenceService\x12h\n\x08Generate\x12\x1b.maniple.v1.GenerateRequest\x1a\x1c.maniple.v1.GenerateResponse\"\x1f\x82\xd3\xe4\x93\x02\x19\"\x14/maniple/v1/generate:\x01*0\x01\x12`\n\x06Resume\x12\x19.maniple.v1.ResumeRequest\x1a\x1a.maniple.v1.ResumeResponse\"\x1d\x82\xd3\xe4\x93\x02\x17\"\x12/maniple/v1/resume:\x01*0\x01\x12Z\n\x05\x41\x62ort\x12\x18.maniple.v1.AbortRequest\x1a\x19.maniple.v1.AbortResponse\"\x1c\x82\xd3\xe4\x93\x02\x16\"\x11/maniple/v1/abort:\x01*\x12\x66\n\x08Tokenize\x12\x1b.maniple.v1.TokenizeRequest\x1a\x1c.maniple.v1.TokenizeResponse\"\x1f\x82\xd3\xe4\x93\x02\x19\"\x14/maniple/v1/tokenize:\x01*\x12n\n\nDetokenize\x12\x1d.maniple.v1.DetokenizeRequest\x1a\x1e.maniple.v1.DetokenizeResponse\"!\x82\xd3\xe4\x93\x02\x1b\"\x16/maniple/v1/detokenize:\x01*\x12`\n\x08GetModel\x12\x1b.maniple.v1.GetModelRequest\x1a\x1c.maniple.v1.GetModelResponse\"\x19\x82\xd3\xe4\x93\x02\x13\x12\x11/maniple/v1/model\x12Z\n\x05\x45mbed\x12\x18.maniple.v1.EmbedRequest\x1a\x19.maniple.v1.EmbedResponse\"\x1c\x82\xd3\xe4\x93\x02\x16\"\x11/maniple/v1/embed:\x01*BE\n\x0e\x64\x65v.maniple.v1P\x01Z$maniple.dev/gen/maniple/v1;maniplev1\xaa\x02\nManiple.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,54 +35,70 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'maniple.v1.inference_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016dev.maniple.v1P\001Z$maniple.dev/gen/maniple/v1;maniplev1\252\002\nManiple.V1'
-  _globals['_FINISHREASON']._serialized_start=2996
-  _globals['_FINISHREASON']._serialized_end=3116
-  _globals['_TOKENIDS']._serialized_start=94
-  _globals['_TOKENIDS']._serialized_end=117
-  _globals['_CHATMESSAGE']._serialized_start=119
-  _globals['_CHATMESSAGE']._serialized_end=224
-  _globals['_CHATPROMPT']._serialized_start=227
-  _globals['_CHATPROMPT']._serialized_end=447
-  _globals['_GENERATEREQUEST']._serialized_start=450
-  _globals['_GENERATEREQUEST']._serialized_end=807
-  _globals['_GENERATERESPONSE']._serialized_start=810
-  _globals['_GENERATERESPONSE']._serialized_end=1739
-  _globals['_GENERATERESPONSE_STARTED']._serialized_start=1092
-  _globals['_GENERATERESPONSE_STARTED']._serialized_end=1197
-  _globals['_GENERATERESPONSE_CHUNK']._serialized_start=1199
-  _globals['_GENERATERESPONSE_CHUNK']._serialized_end=1299
-  _globals['_GENERATERESPONSE_FINISHED']._serialized_start=1302
-  _globals['_GENERATERESPONSE_FINISHED']._serialized_end=1537
-  _globals['_GENERATERESPONSE_DONE']._serialized_start=1540
-  _globals['_GENERATERESPONSE_DONE']._serialized_end=1730
-  _globals['_RESUMEREQUEST']._serialized_start=1742
-  _globals['_RESUMEREQUEST']._serialized_end=1919
-  _globals['_RESUMEREQUEST_CURSOR']._serialized_start=1852
-  _globals['_RESUMEREQUEST_CURSOR']._serialized_end=1919
-  _globals['_RESUMERESPONSE']._serialized_start=1921
-  _globals['_RESUMERESPONSE']._serialized_end=1985
-  _globals['_ABORTREQUEST']._serialized_start=1987
-  _globals['_ABORTREQUEST']._serialized_end=2021
-  _globals['_ABORTRESPONSE']._serialized_start=2023
-  _globals['_ABORTRESPONSE']._serialized_end=2059
-  _globals['_TOKENIZEREQUEST']._serialized_start=2062
-  _globals['_TOKENIZEREQUEST']._serialized_end=2215
-  _globals['_TOKENIZERESPONSE']._serialized_start=2217
-  _globals['_TOKENIZERESPONSE']._serialized_end=2277
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2279
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2390
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2392
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2426
-  _globals['_GETMODELREQUEST']._serialized_start=2428
-  _globals['_GETMODELREQUEST']._serialized_end=2460
-  _globals['_GETMODELRESPONSE']._serialized_start=2463
-  _globals['_GETMODELRESPONSE']._serialized_end=2649
-  _globals['_EMBEDREQUEST']._serialized_start=2652
-  _globals['_EMBEDREQUEST']._serialized_end=2931
-  _globals['_EMBEDREQUEST_POOLING']._serialized_start=2837
-  _globals['_EMBEDREQUEST_POOLING']._serialized_end=2907
-  _globals['_EMBEDRESPONSE']._serialized_start=2933
-  _globals['_EMBEDRESPONSE']._serialized_end=2994
-  _globals['_INFERENCESERVICE']._serialized_start=3119
-  _globals['_INFERENCESERVICE']._serialized_end=3620
+  _globals['_INFERENCESERVICE'].methods_by_name['Generate']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Generate']._serialized_options = b'\202\323\344\223\002\031\"\024/maniple/v1/generate:\001*'
+  _globals['_INFERENCESERVICE'].methods_by_name['Resume']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Resume']._serialized_options = b'\202\323\344\223\002\027\"\022/maniple/v1/resume:\001*'
+  _globals['_INFERENCESERVICE'].methods_by_name['Abort']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Abort']._serialized_options = b'\202\323\344\223\002\026\"\021/maniple/v1/abort:\001*'
+  _globals['_INFERENCESERVICE'].methods_by_name['Tokenize']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Tokenize']._serialized_options = b'\202\323\344\223\002\031\"\024/maniple/v1/tokenize:\001*'
+  _globals['_INFERENCESERVICE'].methods_by_name['Detokenize']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Detokenize']._serialized_options = b'\202\323\344\223\002\033\"\026/maniple/v1/detokenize:\001*'
+  _globals['_INFERENCESERVICE'].methods_by_name['GetModel']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['GetModel']._serialized_options = b'\202\323\344\223\002\023\022\021/maniple/v1/model'
+  _globals['_INFERENCESERVICE'].methods_by_name['Embed']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Embed']._serialized_options = b'\202\323\344\223\002\026\"\021/maniple/v1/embed:\001*'
+  _globals['_FINISHREASON']._serialized_start=3094
+  _globals['_FINISHREASON']._serialized_end=3214
+  _globals['_TOKENIDS']._serialized_start=124
+  _globals['_TOKENIDS']._serialized_end=147
+  _globals['_CHATMESSAGE']._serialized_start=149
+  _globals['_CHATMESSAGE']._serialized_end=254
+  _globals['_CHATPROMPT']._serialized_start=257
+  _globals['_CHATPROMPT']._serialized_end=477
+  _globals['_GENERATEREQUEST']._serialized_start=480
+  _globals['_GENERATEREQUEST']._serialized_end=837
+  _globals['_GENERATERESPONSE']._serialized_start=840
+  _globals['_GENERATERESPONSE']._serialized_end=1837
+  _globals['_GENERATERESPONSE_STARTED']._serialized_start=1179
+  _globals['_GENERATERESPONSE_STARTED']._serialized_end=1284
+  _globals['_GENERATERESPONSE_CHUNK']._serialized_start=1286
+  _globals['_GENERATERESPONSE_CHUNK']._serialized_end=1386
+  _globals['_GENERATERESPONSE_FINISHED']._serialized_start=1389
+  _globals['_GENERATERESPONSE_FINISHED']._serialized_end=1624
+  _globals['_GENERATERESPONSE_DONE']._serialized_start=1627
+  _globals['_GENERATERESPONSE_DONE']._serialized_end=1817
+  _globals['_GENERATERESPONSE_WAITING']._serialized_start=1819
+  _globals['_GENERATERESPONSE_WAITING']._serialized_end=1828
+  _globals['_RESUMEREQUEST']._serialized_start=1840
+  _globals['_RESUMEREQUEST']._serialized_end=2017
+  _globals['_RESUMEREQUEST_CURSOR']._serialized_start=1950
+  _globals['_RESUMEREQUEST_CURSOR']._serialized_end=2017
+  _globals['_RESUMERESPONSE']._serialized_start=2019
+  _globals['_RESUMERESPONSE']._serialized_end=2083
+  _globals['_ABORTREQUEST']._serialized_start=2085
+  _globals['_ABORTREQUEST']._serialized_end=2119
+  _globals['_ABORTRESPONSE']._serialized_start=2121
+  _globals['_ABORTRESPONSE']._serialized_end=2157
+  _globals['_TOKENIZEREQUEST']._serialized_start=2160
+  _globals['_TOKENIZEREQUEST']._serialized_end=2313
+  _globals['_TOKENIZERESPONSE']._serialized_start=2315
+  _globals['_TOKENIZERESPONSE']._serialized_end=2375
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2377
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2488
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2490
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2524
+  _globals['_GETMODELREQUEST']._serialized_start=2526
+  _globals['_GETMODELREQUEST']._serialized_end=2558
+  _globals['_GETMODELRESPONSE']._serialized_start=2561
+  _globals['_GETMODELRESPONSE']._serialized_end=2747
+  _globals['_EMBEDREQUEST']._serialized_start=2750
+  _globals['_EMBEDREQUEST']._serialized_end=3029
+  _globals['_EMBEDREQUEST_POOLING']._serialized_start=2935
+  _globals['_EMBEDREQUEST_POOLING']._serialized_end=3005
+  _globals['_EMBEDRESPONSE']._serialized_start=3031
+  _globals['_EMBEDRESPONSE']._serialized_end=3092
+  _globals['_INFERENCESERVICE']._serialized_start=3217
+  _globals['_INFERENCESERVICE']._serialized_end=3937
 # @@protoc_insertion_point(module_scope)

@@ -409,11 +409,29 @@ class GenerateResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class Waiting(_message.Message):
+        """Nothing happened for some seconds: the request waits in the queue, or everything is paused, or its output is held
+        back. It says nothing of the request; proxies end streams that are silent. A client skips it.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        def __init__(
+            self,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STARTED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___GenerateResponse.Started:
         """First."""
@@ -434,6 +452,10 @@ class GenerateResponse(_message.Message):
     def error(self) -> _errors_pb2.StreamError:
         """The request ended badly; the stream's status says the same."""
 
+    @_builtins.property
+    def waiting(self) -> Global___GenerateResponse.Waiting:
+        """Still here."""
+
     def __init__(
         self,
         *,
@@ -442,12 +464,13 @@ class GenerateResponse(_message.Message):
         finished: Global___GenerateResponse.Finished | None = ...,
         done: Global___GenerateResponse.Done | None = ...,
         error: _errors_pb2.StreamError | None = ...,
+        waiting: Global___GenerateResponse.Waiting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "done", b"done", "error", b"error", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "done", b"done", "error", b"error", "event", b"event", "finished", b"finished", "started", b"started", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "done", b"done", "error", b"error", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "done", b"done", "error", b"error", "event", b"event", "finished", b"finished", "started", b"started", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "chunk", "finished", "done", "error"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "chunk", "finished", "done", "error", "waiting"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class InferenceServiceStub:
     """Generation and everything a client needs beside it. Deadlines are real: a request whose deadline passed is finished
-    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set.
+    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set. The paths are those
+    of a proxy that turns JSON into these calls; the server itself speaks gRPC only.
     """
 
     def __init__(self, channel):
@@ -75,12 +76,13 @@ class InferenceServiceStub:
 
 class InferenceServiceServicer:
     """Generation and everything a client needs beside it. Deadlines are real: a request whose deadline passed is finished
-    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set.
+    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set. The paths are those
+    of a proxy that turns JSON into these calls; the server itself speaks gRPC only.
     """
 
     def Generate(self, request, context):
         """Generate one or several samples. First message `started`, then chunks, one `finished` per sample, at last `done`
-        or `error`.
+        or `error`. Wherever 10 s pass without any, also before the first, there is a `waiting`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,7 +178,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
     """Generation and everything a client needs beside it. Deadlines are real: a request whose deadline passed is finished
-    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set.
+    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set. The paths are those
+    of a proxy that turns JSON into these calls; the server itself speaks gRPC only.
     """
 
     @staticmethod

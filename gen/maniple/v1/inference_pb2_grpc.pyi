@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class InferenceServiceStub:
     """Generation and everything a client needs beside it. Deadlines are real: a request whose deadline passed is finished
-    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set.
+    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set. The paths are those
+    of a proxy that turns JSON into these calls; the server itself speaks gRPC only.
     """
 
     @_typing.overload
@@ -37,7 +38,7 @@ class InferenceServiceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generate one or several samples. First message `started`, then chunks, one `finished` per sample, at last `done`
-    or `error`.
+    or `error`. Wherever 10 s pass without any, also before the first, there is a `waiting`.
     """
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]
     """Take up a running or just finished request again, after its stream broke."""
@@ -55,13 +56,14 @@ class InferenceServiceStub:
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
     """Generation and everything a client needs beside it. Deadlines are real: a request whose deadline passed is finished
-    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set.
+    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set. The paths are those
+    of a proxy that turns JSON into these calls; the server itself speaks gRPC only.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate one or several samples. First message `started`, then chunks, one `finished` per sample, at last `done`
-    or `error`.
+    or `error`. Wherever 10 s pass without any, also before the first, there is a `waiting`.
     """
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]  # type: ignore[assignment]
     """Take up a running or just finished request again, after its stream broke."""
@@ -78,7 +80,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generation and everything a client needs beside it. Deadlines are real: a request whose deadline passed is finished
-    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set.
+    and its memory freed within a step. Cancelling a stream does the same unless `detach_grace_s` is set. The paths are those
+    of a proxy that turns JSON into these calls; the server itself speaks gRPC only.
     """
 
     @_abc_1.abstractmethod
@@ -88,7 +91,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generate one or several samples. First message `started`, then chunks, one `finished` per sample, at last `done`
-        or `error`.
+        or `error`. Wherever 10 s pass without any, also before the first, there is a `waiting`.
         """
 
     @_abc_1.abstractmethod
