@@ -112,6 +112,7 @@ class DeltaEncoder:
         self._digest = StateDigest()
         self._tokens = TokenDigest()
         self._unanswered: deque[StepPlan] = deque()  # encoded, not yet counted in `_tokens`
+        self.num_bytes = 0  # of the last delta
 
     @property
     def state_digest(self) -> int:
@@ -161,7 +162,9 @@ class DeltaEncoder:
         delta.state_digest = self._digest.value
         delta.awaits_mask.extend(plan.masked_rows)
         self._unanswered.append(plan)
-        return delta.SerializeToString()
+        encoded = delta.SerializeToString()
+        self.num_bytes = len(encoded)
+        return encoded
 
     def take_tokens(self, plan: StepPlan, tokens: StepTokens) -> int:
         """Count the tokens of a RUN step, in step order; return the token digest of all known tokens after it."""
@@ -201,7 +204,9 @@ class DeltaEncoder:
 
     def _change(self, delta: SchedulerDelta, change: RowChange) -> None:
         row = change.req_index
-        message = delta.changes.add(req_index=row, num_scheduled_tokens=change.num_scheduled_tokens)
+        message = delta.changes.add(req_index=row)
+        if change.num_scheduled_tokens is not None:
+            message.num_scheduled_tokens = change.num_scheduled_tokens
         if change.append:
             message.blocks.add().append.ids.extend(change.append)
             self._digest.put_blocks(row, 0, change.append_at, change.append)

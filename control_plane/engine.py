@@ -544,7 +544,10 @@ class Engine:
                 live.stream.put_vector(vector)
             reason = _REASONS[finish] if finish is not None else None
             told = logprobs if isinstance(logprobs, Logprobs) else None
-            if live.push(index, token_ids, reason, matched_token_id, now, told) is not None and finish is None:
+            stop = live.push(index, token_ids, reason, matched_token_id, now, told)
+            if stop is None and finish is None:
+                continue
+            if finish is None:
                 self._scheduler.finish(request.request_id, scheduled.FinishReason.STOP, sample_index=index)
             if live.is_over:
                 self._end(live, None)

@@ -57,7 +57,7 @@ class GenerationStream:
         """Say what was asked of the prompt."""
         self._put(PromptLogprobs(columns=columns))
 
-    def put_tokens(self, index: int, token_ids: list[int], text: str, logprobs: Logprobs | None = None) -> None:
+    def put_tokens(self, index: int, token_ids: Sequence[int], text: str, logprobs: Logprobs | None = None) -> None:
         """Add output of one sample to the chunk that waits for the consumer, or to a new one.
 
         Log-probabilities, a position a token, are cut into chunks that fit into a message; the text is in the last. The
@@ -76,7 +76,7 @@ class GenerationStream:
             self._merge(index, token_ids[start:stop], text if piece is pieces[-1] else "", piece)
             start = stop
 
-    def _merge(self, index: int, token_ids: list[int], text: str, logprobs: Logprobs | None) -> None:
+    def _merge(self, index: int, token_ids: Sequence[int], text: str, logprobs: Logprobs | None) -> None:
         chunk = self._open_chunks.get(index)
         if chunk is None:
             chunk = Chunk(index=index, token_ids=list(token_ids), text=text, logprobs=logprobs)

@@ -68,6 +68,7 @@ class LiveRequest:
     has_told_prompt: bool = False  # all of it, to the client
     detached_until: float | None = None  # without a stream: when nobody will come any more
     last: Done | ManipleError | None = None  # the last event, once there is one
+    tells_ids_alone: bool = False  # no text, no stop strings, no log-probabilities: ids are passed on as they are
 
     @classmethod
     def of(
@@ -94,6 +95,9 @@ class LiveRequest:
             for _ in range(sampling.n)
         ]
         live = cls(generation, stream, now, right or draw_resume_right(generation.client_identity), samples)
+        text = generation.text
+        tells_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
+        live.tells_ids_alone = text.skip_text and not text.stop and not tells_logprobs
         if sampling.num_prompt_logprobs is not None:
             # Nothing precedes the first token.
             live.prompt_logprobs = Logprobs(sampling.num_prompt_logprobs + 1, num_unknown=1)
@@ -224,6 +228,11 @@ class LiveRequest:
         """
         sample = self.samples[index]
         if sample.reason is not None:
+            return None
+        if self.tells_ids_alone and finish is None and self.first_token_at is not None and self.stream is not None:
+            # As below, where most of it has nothing to do: hundreds of rows come here in every step.
+            sample.token_ids += token_ids
+            self.stream.put_tokens(index, token_ids, "")
             return None
         if logprobs is not None and len(logprobs) > len(token_ids):
             logprobs = logprobs.part(0, len(token_ids))

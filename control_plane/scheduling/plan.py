@@ -63,8 +63,7 @@ class NewRow:
     deadline_ms: int  # 0: none
 
 
-@dataclass(frozen=True, slots=True)
-class RowChange:
+class RowChange(NamedTuple):
     """A row is mentioned. At most one of ``append`` and ``replace`` is not empty."""
 
     req_index: ReqIndex

@@ -94,12 +94,17 @@ class Tables:
         if not self.caching:
             return
         num_full = min(num_computed_tokens, len(sample.token_ids)) // self._block_size
-        self._name_blocks(sample, num_full)
         first, hashes, namespace = sample.num_registered, sample.hashes, sample.request.cache_namespace
+        if num_full <= first:
+            return
+        self._name_blocks(sample, first)
         for index, token_ids in enumerate(self._packed(sample, first, num_full), first):
-            contents = BlockContents(hashes[index - 1] if index else None, token_ids, namespace)
+            parent = hashes[index - 1] if index else None
+            if index == len(hashes):  # else it was named when the cache was looked up
+                hashes.append(packed_block_hash(parent or root_hash(namespace), token_ids))
+            contents = BlockContents(parent, token_ids, namespace)
             self.pool.register(sample.block_ids[index], hashes[index], step, contents)
-        sample.num_registered = max(first, num_full)
+        sample.num_registered = num_full
 
     def _packed(self, sample: Sample, first: int, end: int) -> list[bytes]:
         """Return the token ids of blocks [first, end) of a sample, packed as block hashes take them."""

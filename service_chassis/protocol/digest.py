@@ -101,6 +101,11 @@ class StateDigest:
         """Put blocks at consecutive places of a row's table, from ``first_index`` on."""
         row = self._rows[req_index]
         ids = list(block_ids)
+        if len(ids) == 1:  # a row that decodes gets one at a time
+            term = block_term(row.c, kv_group, first_index, ids[0])
+            self._digest += term - row.blocks.get((kv_group, first_index), 0)
+            row.blocks[kv_group, first_index] = term
+            return
         if len(ids) < _MANY_BLOCKS:
             terms = [block_term(row.c, kv_group, index, block_id) for index, block_id in enumerate(ids, first_index)]
         else:
