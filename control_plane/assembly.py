@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from functools import partial
 
 from control_plane.config import ControlPlaneConfig
@@ -20,7 +21,11 @@ from control_plane.group.batch_snapshot import BatchSnapshot
 from control_plane.group.recorded_group import RecordedGroup
 from control_plane.group.settings import GroupFacts, GroupSettings
 from control_plane.group.worker_group import WorkerGroup
+from control_plane.metered_engine import MeteredEngine
+from control_plane.metrics.meters import GroupMeters
+from control_plane.request_spans import RequestSpans
 from control_plane.scheduling.scheduler import Scheduler, SchedulerLimits
+from control_plane.spanned_engine import SpannedEngine
 from control_plane.step_trace import GroupTrace
 from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.tokenizer import Tokenizer
@@ -115,8 +120,10 @@ def build_engine(
     survivors: BatchSnapshot | None = None,
     grammars: GrammarCompiler | None = None,
     trace: GroupTrace | None = None,
+    meters: GroupMeters | None = None,
+    spans: RequestSpans | None = None,
 ) -> Engine:
-    """Return an engine for a group that lives, whose work shows in ``trace``; what else may be None is as there."""
+    """Return an engine for a group that lives; what watches it, and what else may be None, is as there."""
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=facts.max_num_seqs,
@@ -147,8 +154,12 @@ def build_engine(
         masks=FEATURE_MASKS in facts.features,
         sleep=FEATURE_SLEEP in facts.features,
         dtype=facts.model.dtype,
+        weight_bytes=facts.model.weight_bytes,
+        kv_bytes=facts.kv_bytes,
     )
-    make = Engine if trace is None else partial(TracedEngine, trace=trace)
+    if meters is not None:
+        meters.came_to_life(facts, with_batch=adopted is not None)
+    make = observed_engine(trace=trace, meters=meters, spans=spans)
     return make(
         scheduler=scheduler,
         group=group,
@@ -162,6 +173,18 @@ def build_engine(
         resume_grace_s=config.resume_grace_s,
         outlived_by_workers=group.executor.outlives_owner,
     )
+
+
+def observed_engine(
+    *, trace: GroupTrace | None, meters: GroupMeters | None, spans: RequestSpans | None
+) -> Callable[..., Engine]:
+    """Return what makes an engine that is watched in the ways that are not None: a class that adds up theirs."""
+    ways = ((TracedEngine, "trace", trace), (MeteredEngine, "meters", meters), (SpannedEngine, "spans", spans))
+    wanted = {way: (name, watcher) for way, name, watcher in ways if watcher is not None}
+    if not wanted:
+        return Engine
+    made: type[Engine] = type("ObservedEngine", (*wanted, Engine), {})
+    return partial(made, **dict(wanted.values()))
 
 
 def _group_settings(config: ControlPlaneConfig, model_path: str, owner_address: str) -> GroupSettings:

@@ -13,14 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from control_plane import openai_gateway
+from control_plane import openai_gateway, span_export
 from control_plane.executors.ray_surroundings import in_placement_group
 from control_plane.executors.selection import AUTO, EXECUTORS, MP, RAY, REMOTE, UNI, Surroundings, choose_executor
 from control_plane.executors.worker_addresses import DNS, address_rule, one_per_rank
 from control_plane.model_store import looks_like_path, missing_rule
 from control_plane.security_rules import algorithms_rule, knows_callers, plaintext_faults, security_faults
+from control_plane.span_export import STANDARD_VARIABLE, endpoint_rule
+from service_chassis import metrics_server
 from service_chassis.device_ids import KINDS, device_ids_rule, ids_fit_rule, read_device_ids
 from service_chassis.errors import ConfigurationError
+from service_chassis.metrics_server import metrics_address_rule
 from service_chassis.server_address import is_wildcard
 from service_chassis.settings import (
     Fault,
@@ -44,7 +47,7 @@ from service_chassis.telemetry import get_logger
 log = get_logger()
 
 MODEL, SERVER, BATCH, CACHE, GROUP, LOGGING = "model", "server", "batch", "KV cache", "workers", "logging"
-SECURITY = "security"
+SECURITY, OBSERVABILITY = "security", "observability"
 
 # What the messages to workers and their tables can hold, and what no machine needs more of.
 MOST_TOKENS = 2**31 - 1
@@ -460,6 +463,18 @@ class ControlPlaneConfig:
     """Write to FILE when each step was planned, sent, queued, executed, sampled and published, for ui.perfetto.dev; a
     file that is there is replaced. No prompts, no outputs; 256 MiB at most, a quarter of an hour of a busy rank."""
 
+    metrics_listen: str = setting("", topic=OBSERVABILITY, read=read_text, rule=metrics_address_rule, metavar="ADDRESS")
+    """Where Prometheus finds metrics, HOST:PORT, over HTTP in plaintext and for whoever connects; no prompts, no
+    outputs. Needs the extra `observability`. Default: nowhere, and nothing is measured."""
+
+    otlp_endpoint: str = setting("", topic=OBSERVABILITY, read=read_text, rule=endpoint_rule, metavar="URL")
+    """Where a collector takes spans of requests by OTLP over gRPC, such as http://127.0.0.1:4317. Needs the extra
+    `observability`. Default: OTEL_EXPORTER_OTLP_ENDPOINT; without either none are made."""
+
+    profile_directory: str = setting("", topic=OBSERVABILITY, read=read_text, metavar="DIRECTORY")
+    """Where profiles of this process are put (`maniple admin start-profile`). Default: where the system has its
+    temporary files."""
+
     def __post_init__(self) -> None:
         faults = broken_rules(self) or _contradictions(self)
         if faults:
@@ -528,6 +543,7 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
             )
     return faults
 
+    faults += _metrics_faults(config)
 
 def _gateway_faults(config: ControlPlaneConfig) -> list[Fault]:
     """Find why the gateway could not reach this server."""
@@ -545,6 +561,15 @@ def _gateway_faults(config: ControlPlaneConfig) -> list[Fault]:
 
 
 def load_config(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> ControlPlaneConfig:
+def _metrics_faults(config: ControlPlaneConfig) -> list[Fault]:
+    address = config.metrics_listen
+    others = (config.listen, config.admin_listen, config.probe_listen)
+    is_taken = address in others or (config.openai_port and address.endswith(f":{config.openai_port}"))
+    if address and is_taken and not address.endswith(":0"):
+        return [("metrics_listen", address, "must be an address of its own")]
+    return []
+
+
     """Resolve flag > environment (MANIPLE_*) > default.
 
     Args:
@@ -569,6 +594,8 @@ def load_config(flags: Mapping[str, str], environ: Mapping[str, str] = os.enviro
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
+    if STANDARD_VARIABLE in environ:
+        environ = {"MANIPLE_OTLP_ENDPOINT": environ[STANDARD_VARIABLE], **environ}
 
 def _may_be_elsewhere(values: Mapping[str, object]) -> bool:
     """Whether workers may run on other machines, before anything is chosen for ``auto``."""
@@ -663,6 +690,10 @@ def resolve_auto(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(max_num_seqs, 2048 if on_gpu else 512),
         served_model_name=config.served_model_name or (_own_name(config.model),),
+    if config.metrics_listen and not metrics_server.is_installed():
+        faults.append(("metrics_listen", config.metrics_listen, metrics_server.MISSING))
+    if config.otlp_endpoint and not span_export.is_installed():
+        faults.append(("otlp_endpoint", config.otlp_endpoint, span_export.MISSING))
         log_format=config.log_format if config.log_format != "auto" else ("console" if on_terminal else "json"),
     )
     chosen = {

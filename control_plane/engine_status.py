@@ -33,6 +33,8 @@ class EngineLimits:
     logprobs: bool = True  # False: they are of one that tells no log-probabilities
     sleep: bool = False  # True: they were started so that they can give their memory back
     dtype: str = ""  # of the weights, as the workers loaded them
+    weight_bytes: int = 0  # of all ranks, as they were loaded
+    kv_bytes: int = 0  # of all ranks, as they were allocated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

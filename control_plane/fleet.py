@@ -72,6 +72,7 @@ class Fleet:
         self._places = {"0": _Place(reason=reason)}
         self.share: CallerShare | None = None  # of each caller, where callers are told from each other
         self._entering: Counter[str] = Counter()  # requests of each caller that are being admitted
+        self.num_refused: Counter[str] = Counter()  # requests that were not let in, by the error's reason
         self._closed_reason = ""  # said to every engine, those to come too
         self.closed = asyncio.Event()  # set as soon as there is one
         self._pause: PauseMode | None = None  # likewise

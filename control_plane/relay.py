@@ -8,6 +8,7 @@ be the owner refuse it instead of handing it to and fro.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
@@ -95,6 +96,7 @@ class Relay(grpc.aio.ServerInterceptor):
 
         Nobody waits for the end of those that are ``endless``, nor for that of a stream of requests.
         """
+        self.num_relayed: Counter[str] = Counter()  # calls, by method
         self._fleet = fleet
         self._services = frozenset(services)
         self._answered_here = frozenset(answered_here)
@@ -156,6 +158,7 @@ class Relay(grpc.aio.ServerInterceptor):
         channels = self._channels
         channel = channels.to(address)
         log.debug("call.relayed", method=method, owner_address=address)
+        self.num_relayed[method] += 1
 
         async def relay_unary(request: bytes, context: Context) -> bytes:
             ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)

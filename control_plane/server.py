@@ -35,12 +35,16 @@ from control_plane.group.worker_group import WorkerGroup
 from control_plane.group_keeper import GroupKeeper, OnGroupLoss, Prepare
 from control_plane.handover import HandoverSettings
 from control_plane.listeners import Listeners
+from control_plane.metrics.meters import Meters
+from control_plane.metrics.readings import ReadFleet
 from control_plane.model_split import check_split
 from control_plane.model_store import ModelPlace, resolve_model
 from control_plane.openai_gateway import OpenAiGateway
 from control_plane.relay import OwnerChannels, Relay
+from control_plane.request_spans import RequestSpans
 from control_plane.security import Security, load_security
 from control_plane.security_rules import client_flags, knows_callers
+from control_plane.span_export import SpanExport
 from control_plane.step_trace import GroupTrace
 from control_plane.stop_signals import StopSignals
 from control_plane.structured_output.compiler import GrammarCompiler
@@ -51,6 +55,7 @@ from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from service_chassis.frozen_heap import freeze_heap
 from service_chassis.ids import Rank
+from service_chassis.metrics_server import MetricsServer
 from service_chassis.reflection import add_reflection
 from service_chassis.server import check_free
 from service_chassis.server_address import local_target
@@ -144,6 +149,9 @@ class ControlPlane:
         self._stopping = threading.Event()  # read by the thread that fetches a model
         self._recorder: DeltaRecorder | None = None
         self._trace: TraceFile | None = None
+        self._meters: Meters | None = None
+        self._metrics: MetricsServer | None = None
+        self._spans: SpanExport | None = None
         self._gateway: asyncio.Task[None] | None = None
         self._grammars: GrammarCompiler | None = None
         self._served: ServedModel | None = None
@@ -154,6 +162,7 @@ class ControlPlane:
             self._recorder = DeltaRecorder.at(self._config.record_deltas)
         if self._config.trace:
             self._trace = TraceFile.at(self._config.trace)
+        self._open_observability()
         try:
             place = await _unless_stopped(asyncio.to_thread(self._find_model), signals)
             text = None
@@ -207,8 +216,24 @@ class ControlPlane:
             await asyncio.to_thread(self._recorder.close)
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)
 
     # Starting
+
+    def _open_observability(self) -> None:
+        """Serve metrics from the first moment on, and be ready to send spans, as far as either is wanted."""
+        config, release = self._config, version("maniple")
+        if config.metrics_listen:
+            name = config.served_model_name[0]
+            self._meters = meters = Meters(name)
+            read = ReadFleet(self._fleet, self._relay, meters, model_name=name, version=release)
+            loop = asyncio.get_running_loop()
+            self._metrics = MetricsServer(meters.board.metrics, read, loop, config.metrics_listen)
+        if config.otlp_endpoint:
+            self._spans = SpanExport(config.otlp_endpoint, version=release)
 
     def _find_model(self) -> ModelPlace:
         workers_elsewhere = self._config.executor in (REMOTE, RAY)
@@ -312,6 +337,8 @@ class ControlPlane:
             self._facts[name] = facts
             self._announce_ready()
 
+        meters = self._meters.group(name) if self._meters is not None else None
+        spans = RequestSpans(self._spans.tracer, config.served_model_name[0]) if self._spans is not None else None
         def make_group() -> WorkerGroup:
             address = config.advertise_address or self._address
             made = build_group(
@@ -345,6 +372,8 @@ class ControlPlane:
             backoff=Backoff(config.max_group_failures),
             prepare=prepare,
             progress=lambda stage, rank, share, detail: self._announce(
+                meters=meters,
+                spans=spans,
                 StageProgress(stage, rank, share, detail, group)
             ),
             on_lost=lambda reason, retry_in_s: self._announce(Lost(reason, retry_in_s, group)),

@@ -26,6 +26,8 @@ from control_plane.generation import (
     TextChoice,
 )
 from control_plane.generation_stream import GenerationStream
+from control_plane.metrics.meters import GroupMeters
+from control_plane.request_spans import RequestSpans
 from control_plane.step_trace import GroupTrace
 from control_plane.structured_output.compiler import GrammarCompiler
 from control_plane.text.model_text import load_model_text
@@ -47,13 +49,15 @@ async def running_engine(
     ids: RequestIds | None = None,
     grammars: GrammarCompiler | None = None,
     trace: GroupTrace | None = None,
+    meters: GroupMeters | None = None,
+    spans: RequestSpans | None = None,
     recorder: DeltaRecorder | None = None,
     **config: Any,
 ) -> AsyncIterator[Engine]:
     """Form a group, run an engine on it, and check the books when the block ends.
 
     ``grammars`` stay open, for several engines one after another; without them the engine has its own. So does
-    ``trace`` and ``recorder``, if there are.
+    what watches it, if anything does.
     """
     # One thread: tests run side by side, and threads of one step that wait for each other crawl on shared cores.
     config = {"executor": "uni", "device": "cpu", "num_threads": 1, **config}
@@ -62,7 +66,17 @@ async def running_engine(
     facts = await group.form()
     text = load_model_text(model)
     own = GrammarCompiler(lambda: text)
-    engine = build_engine(resolved, group, facts, text.tokenizer, ids, grammars=grammars or own, trace=trace)
+    engine = build_engine(
+        resolved,
+        group,
+        facts,
+        text.tokenizer,
+        ids,
+        grammars=grammars or own,
+        trace=trace,
+        meters=meters,
+        spans=spans,
+    )
     loop = asyncio.create_task(engine.run())
     try:
         yield engine
