@@ -38,9 +38,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
 from time import perf_counter_ns
 from typing import Any
 
@@ -64,35 +62,18 @@ PHASES = ("schedule", "build", "send", "apply", "result")
 
 
 class Sender:
-    """The ring to one process that reads it, written from an event loop of its own; its clock runs inside that loop."""
+    """The ring to one process that reads it."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
         self._ring = RingTransport()
-        self._readers = self._do(self._ring.open(1))
 
-    def _do(self, work: Any) -> Any:
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.result(timeout=30)
+    async def open(self) -> None:
+        self._readers = await self._ring.open(1)
 
-    def send(self, delta: bytes) -> int:
-        """Write one delta; return the nanoseconds that took."""
-        spent: int = self._do(self._write(delta))
-        return spent
-
-    async def _write(self, delta: bytes) -> int:
-        started = perf_counter_ns()
+    def send(self, delta: bytes) -> None:
         self._ring.send(worker_pb2.StepsRequest(epoch=1, delta=delta))
-        return perf_counter_ns() - started
 
-    def close(self) -> None:
-        self._do(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
-
-    async def _end(self) -> None:
+    async def close(self) -> None:
         await self._ring.close()
         for reader in self._readers:
             await reader.communicate()
@@ -134,7 +115,7 @@ class Case:
             )
         )
 
-    def step(self, send: Callable[[bytes], int] | None) -> tuple[dict[str, int], int]:
+    def step(self, send: Callable[[bytes], None] | None) -> tuple[dict[str, int], int]:
         """Run one step; return nanoseconds by phase and the bytes of the delta."""
         t0 = perf_counter_ns()
         plan = self._scheduler.schedule(0.0)
@@ -142,7 +123,8 @@ class Case:
         assert plan is not None
         delta = self._encoder.encode(plan)
         t2 = perf_counter_ns()
-        sent = send(delta) if send is not None else 0
+        if send is not None:
+            send(delta)
         t3 = perf_counter_ns()
         self._state.apply(delta)
         t4 = perf_counter_ns()
@@ -153,7 +135,7 @@ class Case:
         outputs = self._scheduler.apply(tokens)
         t6 = perf_counter_ns()
         assert len(outputs) == len(plan.rows)
-        spent = {"schedule": t1 - t0, "build": t2 - t1, "send": sent, "apply": t4 - t3, "result": t6 - t5}
+        spent = {"schedule": t1 - t0, "build": t2 - t1, "send": t3 - t2, "apply": t4 - t3, "result": t6 - t5}
         return spent, len(delta)
 
     def _result(self, plan: StepPlan) -> bytes:
@@ -161,12 +143,18 @@ class Case:
         return StepResult(step=plan.step, token_ids=ids).SerializeToString()
 
 
-def measure(case: Case, steps: int, send: Callable[[bytes], int] | None) -> dict[str, Any]:
-    for _ in range(WARM_UP_STEPS):
-        case.step(send)
+async def measure(case: Case, steps: int, send: Callable[[bytes], None] | None) -> dict[str, Any]:
+    async def some(count: int) -> list[tuple[dict[str, int], int]]:
+        found = []
+        for _ in range(count):
+            found.append(case.step(send))
+            await asyncio.sleep(0)  # the ring hears what its reader has read
+        return found
+
+    await some(WARM_UP_STEPS)
     gc.collect()
     gc.freeze()  # as the servers do once they are up
-    taken = [case.step(send) for _ in range(steps)]
+    taken = await some(steps)
     gc.unfreeze()
     microseconds = {phase: [spent[phase] / 1000 for spent, _ in taken] for phase in PHASES}
     microseconds["host"] = [
@@ -237,10 +225,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ours(rows: int, context: int, waiting: int, arguments: argparse.Namespace, sender: Sender | None) -> dict[str, Any]:
+async def ours(
+    rows: int, context: int, waiting: int, arguments: argparse.Namespace, sender: Sender | None
+) -> dict[str, Any]:
     """Measure one case."""
     case = Case(rows, context, waiting, arguments.steps, arguments.block_size)
-    figures = measure(case, arguments.steps, sender.send if sender else None)
+    figures = await measure(case, arguments.steps, sender.send if sender else None)
     return {"rows": rows, "context": context, "waiting": waiting, **figures}
 
 
@@ -255,14 +245,14 @@ def vllms(cases: list[tuple[int, int, int]], arguments: argparse.Namespace) -> l
     return [json.loads(one) for one in done.stdout.splitlines() if one.startswith("{")]
 
 
-def beside_peer(
+async def beside_peer(
     cases: list[tuple[int, int, int]], arguments: argparse.Namespace, sender: Sender | None
 ) -> list[dict[str, Any]]:
     """Measure both in turns; return the medians of each case's rounds and of their ratios."""
     rounds = []
     for _ in range(arguments.pairs):
-        own = [ours(*case, arguments, sender) for case in cases]
-        rounds.append(list(zip(own, vllms(cases, arguments), strict=True)))
+        own = [await ours(*case, arguments, sender) for case in cases]
+        rounds.append(list(zip(own, await asyncio.to_thread(vllms, cases, arguments), strict=True)))
     pairs = []
     for place, (rows, context, waiting) in enumerate(cases):
         found = [one[place] for one in rounds]
@@ -333,22 +323,32 @@ def compare_transports(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+async def measure_all(
+    cases: list[tuple[int, int, int]], arguments: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure every case, and beside the peer if there is one."""
+    results, pairs = [], []
+    sender = Sender() if cases and not arguments.no_send else None
+    if sender:
+        await sender.open()
+    try:
+        for rows, context, waiting in cases:
+            print(f"{rows} rows at {context} tokens, {waiting} waiting", file=sys.stderr)
+            results.append(await ours(rows, context, waiting, arguments, sender))
+        pairs = await beside_peer(cases, arguments, sender) if arguments.peer else []
+    finally:
+        if sender:
+            await sender.close()
+    return results, pairs
+
+
 def main() -> None:
     arguments = parse_arguments()
     cases = [(rows, context, 0) for rows in arguments.rows for context in arguments.contexts]
     if arguments.waiting and arguments.rows:
         cases += [(max(arguments.rows), min(arguments.contexts), waiting) for waiting in arguments.waiting]
     console = Console()
-    results: list[dict[str, Any]] = []
-    sender = Sender() if cases and not arguments.no_send else None
-    try:
-        for rows, context, waiting in cases:
-            with console.status(f"{rows} rows at {context} tokens, {waiting} waiting"):
-                results.append(ours(rows, context, waiting, arguments, sender))
-        pairs = beside_peer(cases, arguments, sender) if arguments.peer else []
-    finally:
-        if sender:
-            sender.close()
+    results, pairs = asyncio.run(measure_all(cases, arguments))
     if results:
         console.print(table(results))
     for pair in pairs:
