@@ -129,7 +129,7 @@ async def test_memory_goes_and_comes_back_and_tokens_stay(checkpoints: Path) -> 
             assert again.started is not None
             assert again.started.num_cached_tokens == 0
             for rank in range(WORLD_SIZE):
-                assert resident_bytes(pids[rank]) >= before[rank] - 0.1 * expected
+                assert resident_bytes(pids[rank]) - asleep[rank] >= 0.9 * expected
         assert [running.pid(0, rank) for rank in range(WORLD_SIZE)] == pids
 
 

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from torch import Tensor
@@ -64,9 +65,11 @@ class PagesBackend:
         drop = whole_pages(dropped)
         file = self._write(keep) if keep else None
         _zero_edges(dropped)
-        freed_bytes = sum(map(_resident_bytes, (*keep, *drop)))
+        before = _resident_bytes()
         for span in (*keep, *drop):
             _give_back(span)
+        freed_bytes = max(0, before - _resident_bytes())  # blocks of a cache that were never used took none
+        trim_heap()
         num_bytes = sum(span.num_bytes for span in (*keep, *drop))
         self._asleep[tag] = _Asleep(keep, num_bytes, file, [*kept, *dropped])
         return freed_bytes
@@ -135,12 +138,15 @@ def _zero_edges(tensors: Iterable[Tensor]) -> None:
             ctypes.memset(last, 0, end - last)
 
 
-def _resident_bytes(span: Span) -> int:
-    """Return how much of a span is in memory: blocks of a cache that were never used take none."""
-    flags = (ctypes.c_ubyte * (span.num_bytes // mmap.PAGESIZE))()
-    if _libc.mincore(ctypes.c_void_p(span.start), ctypes.c_size_t(span.num_bytes), flags):
-        return span.num_bytes
-    return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
+def trim_heap() -> None:
+    """Give what was freed back to the system: the allocator of the C library keeps it for itself."""
+    trim = getattr(_libc, "malloc_trim", None)  # GNU's
+    if trim is not None:
+        trim(0)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _give_back(span: Span) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from worker_service.models.checkpoint import Slot, check_checkpoint, load_checkp
 from worker_service.models.config import LlamaConfig, load_config
 from worker_service.models.registry import Model
 from worker_service.runner import Progress
+from worker_service.sleep.pages import trim_heap
 from worker_service.sleep.tensors import memory_of, tensors_in
 
 
@@ -71,7 +71,7 @@ class InPlace:
         if not directory.is_dir():
             raise InvalidParameter("path", path, "must be a directory where the workers run")
         slots, ignored = _slots(model), getattr(model, "ignores", lambda name: False)
-        if (config := load_config(directory)) != model.config:
+        if (config := model.read_config(directory)) != model.config:
             raise InvalidParameter("path", path, different_config(model.config, config))
         check_checkpoint(directory, slots, ignored=ignored)
         on_host = {
@@ -132,10 +132,3 @@ def _slots(model: Model) -> Mapping[str, Slot]:
     if slots is None:
         raise InvalidParameter("path", "", f"the weights of a {type(model).__name__} cannot be replaced on this device")
     return slots()
-
-
-def trim_heap() -> None:
-    """Give what was freed back to the system: the allocator of the C library keeps it for itself."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # GNU's
-    if trim is not None:
-        trim(0)

@@ -71,14 +71,12 @@ def test_kept_memory_comes_back_as_it_was_and_dropped_memory_as_zeros(tmp_path: 
     want = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
     copy = plain.clone()
     backend = PagesBackend(str(tmp_path))
-    freed = (
-        backend.sleep("weights", kept=[packed, plain], dropped=[]),
-        backend.sleep("kv_cache", kept=[], dropped=[cache, scale]),
-    )
+    backend.sleep("weights", kept=[packed, plain], dropped=[])
+    backend.sleep("kv_cache", kept=[], dropped=[cache, scale])
     assert list(tmp_path.iterdir()) == []  # the file has no name
-    for tag, tensors, num_bytes in (("weights", [packed, plain], freed[0]), ("kv_cache", [cache], freed[1])):
+    for tag, tensors in (("weights", [packed, plain]), ("kv_cache", [cache])):
         spans = whole_pages(tensors)
-        assert sum(span.num_bytes for span in spans) == num_bytes == backend.asleep_bytes(tag)
+        assert sum(span.num_bytes for span in spans) == backend.asleep_bytes(tag) > 0
         assert sum(map(resident, spans)) == 0
     for tag in ("kv_cache", "weights", "weights"):  # the last is a repetition
         backend.wake_up(tag)
@@ -90,12 +88,12 @@ def test_kept_memory_comes_back_as_it_was_and_dropped_memory_as_zeros(tmp_path: 
 
 
 def test_memory_that_was_never_used_is_not_counted_as_given_back() -> None:
-    size = mmap.PAGESIZE
-    pages = torch.frombuffer(mmap.mmap(-1, 40 * size), dtype=torch.uint8)
-    pages[3 * size : 5 * size] = 1
+    mib = 1 << 20
+    pages = torch.frombuffer(mmap.mmap(-1, 90 * mib), dtype=torch.uint8)
+    pages[3 * mib : 33 * mib] = 1
     backend = PagesBackend()
-    assert backend.sleep("kv_cache", kept=[], dropped=[pages]) == 2 * size
-    assert backend.asleep_bytes("kv_cache") == 40 * size
+    assert backend.sleep("kv_cache", kept=[], dropped=[pages]) == pytest.approx(30 * mib, abs=3 * mib)
+    assert backend.asleep_bytes("kv_cache") == 90 * mib
 
 
 def test_what_is_forgotten_needs_no_file_and_wakes_as_zeros(tmp_path: Path) -> None:
