@@ -13,6 +13,7 @@ from control_plane.engine_status import RequestIds
 from control_plane.live_request import LiveRequest
 from service_chassis.errors import ManipleError, TakenOver
 from service_chassis.ids import RequestId
+from service_chassis.telemetry import trace_id_of
 
 log = structlog.get_logger(__name__)
 
@@ -116,4 +117,5 @@ class LiveRequests:
             queued_s=round((live.started_at or now) - live.arrived_at, 4),
             ttft_s=None if (ttft_s := live.time_to_first_token_s) is None else round(ttft_s, 4),
             duration_s=round(now - live.arrived_at, 4),
+            **({"trace_id": trace_id} if (trace_id := trace_id_of(generation.traceparent)) else {}),
         )

@@ -14,6 +14,7 @@ from control_plane.doors.method_scopes import SCOPES_OF_METHODS
 from control_plane.security_rules import knows_callers
 from service_chassis.auth import AccessPolicy, Authentication
 from service_chassis.callers import ADMIN, INFERENCE, STATUS, read_callers
+from service_chassis.channelz import CHANNELZ
 from service_chassis.errors import ConfigurationError
 from service_chassis.server_address import is_private
 from service_chassis.telemetry import get_logger
@@ -68,7 +69,7 @@ def door_policy(config: ControlPlaneConfig, authentication: Authentication) -> A
     not_here: dict[str, str] = {}
     anonymous = {INFERENCE}
     if config.admin_listen:
-        not_here[admin.SERVICE] = f"is served at --admin-listen, {config.admin_listen}"
+        not_here |= dict.fromkeys((admin.SERVICE, CHANNELZ), f"is served at --admin-listen, {config.admin_listen}")
         closed = f"callers are not told from each other here; give {flags}"
     elif is_private(config.listen):
         anonymous |= {STATUS, ADMIN}

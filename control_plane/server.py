@@ -52,6 +52,7 @@ from control_plane.text.model_text import load_model_text
 from control_plane.text_on_workers import TextOnWorkers
 from control_plane.trace_file import TraceFile
 from maniple.v1 import admin_pb2_grpc, inference_pb2_grpc
+from service_chassis.channelz import CHANNELZ, add_channelz
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from service_chassis.frozen_heap import freeze_heap
 from service_chassis.ids import Rank
@@ -255,16 +256,25 @@ class ControlPlane:
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
             vllm_engine.VllmEngineDoor(fleet, served, version=release, new_seed=new_seed), doors
         )
-        admin_door = admin.AdminDoor(fleet, served, version=release, drain=fleet.drain, uptime_s=self._uptime_s)
+        admin_door = admin.AdminDoor(
+            fleet,
+            served,
+            version=release,
+            drain=fleet.drain,
+            uptime_s=self._uptime_s,
+            profile_directory=config.profile_directory,
+        )
         more = kserve_extra.open_door(doors, fleet, served, version=release, new_seed=new_seed)
         told = self._health = health.HealthDoor(fleet, (*SERVICES, *more))
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_door, doors)  # says where it is, if it is elsewhere
         health_pb2_grpc.add_HealthServicer_to_server(told, doors)
-        add_reflection(doors, (*SERVICES, *more))
+        at_doors = () if listeners.admin is not None else (CHANNELZ,)
+        add_reflection(doors, (*SERVICES, *more, *at_doors))
         if listeners.admin is not None:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_door, listeners.admin)
             health_pb2_grpc.add_HealthServicer_to_server(told, listeners.admin)
-            add_reflection(listeners.admin, (admin.SERVICE, health.SERVICE))
+            add_reflection(listeners.admin, (admin.SERVICE, health.SERVICE, CHANNELZ))
+        add_channelz(listeners.admin or doors)
         if listeners.probe is not None:
             health_pb2_grpc.add_HealthServicer_to_server(told, listeners.probe)
         await listeners.start()

@@ -7,6 +7,7 @@ passes them, and tracebacks are rendered without local variables.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from typing import Literal, TextIO, cast
 
@@ -91,6 +92,12 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
     """Tell what of grpc's own errors is logged: not those of clients, since an error is for somebody to look at."""
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or kind.__name__ not in _NOT_WORTH_A_LINE
+
+
+def trace_id_of(traceparent: str) -> str:
+    """Return the trace's id in a W3C ``traceparent``, for logs; nothing where there is none."""
+    match = re.fullmatch(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?", traceparent)
+    return match[1] if match is not None and match[1].strip("0") else ""
 
 
 def get_logger(**facts: object) -> FilteringBoundLogger:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
+from service_chassis import metrics_server
 from service_chassis.device_ids import KINDS, device_ids_rule, ids_fit_rule, read_device_ids
 from service_chassis.errors import ConfigurationError
 from service_chassis.flags import add_flags, flag_texts, flag_words
@@ -90,6 +91,11 @@ class WorkerConfig:
     )
     """Where grpc.health.v1 answers in plaintext, for probes that speak no TLS: SERVING or not, and nothing else.
     Each rank here has the next port. Default: nowhere."""
+    metrics_listen: str = setting(
+        "", topic=_ADDRESSES, read=read_text, rule=metrics_server.metrics_address_rule, metavar="ADDRESS"
+    )
+    """Where Prometheus finds metrics, HOST:PORT, over HTTP in plaintext and for whoever connects. Each rank here has
+    the next port. Needs the extra `observability`. Default: nowhere."""
     tls_certificate: str = setting("", topic=_SECURITY, read=read_text, metavar="FILE")
     """This worker's certificate with its chain, PEM. With it both servers speak TLS only; a file that is replaced is
     taken for new connections, without ending those that are open."""
@@ -294,8 +300,15 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
         faults.append(("health_listen", health_listen, "must differ from --listen"))
     elif not _address_rule(config.health_listen or listen):
         faults += _port_faults(listen, config.health_listen, num_here)
-    if config.probe_listen and not _address_rule(config.probe_listen):
-        faults += _probe_faults(config.probe_listen, (listen, health_listen), num_here)
+    for name, others in (
+        ("probe_listen", (listen, health_listen)),
+        ("metrics_listen", (listen, health_listen, config.probe_listen)),
+    ):
+        address = getattr(config, name)
+        if address and not _address_rule(address):
+            faults += _port_range_faults(name, address, [one for one in others if one], num_here)
+    if config.metrics_listen and not metrics_server.is_installed():
+        faults.append(("metrics_listen", config.metrics_listen, metrics_server.MISSING))
     if not config.tls_certificate and not config.allow_plaintext_listen:
         # The default of the second has the host of the first: one fault is enough.
         open_ones = {"listen": listen, "health_listen": config.health_listen or "unix:"}
@@ -305,6 +318,7 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
         listen=next_address(listen, launched.index),
         health_listen=next_address(health_listen, launched.index),
         probe_listen=next_address(config.probe_listen, launched.index),
+        metrics_listen=next_address(config.metrics_listen, launched.index),
         device_ids=config.device_ids[launched.index : launched.index + 1] if launched.values else config.device_ids,
     )
 
@@ -325,17 +339,17 @@ def _tls_faults(config: WorkerConfig) -> list[Fault]:
     return [(name, value, rule) for name, value in given.items() if not value]
 
 
-def _probe_faults(probe_listen: str, others: Sequence[str], num_here: int) -> list[Fault]:
-    """Find a port for probes that does not exist, or that another server takes."""
-    port = _port(probe_listen)
+def _port_range_faults(name: str, address: str, others: Sequence[str], num_here: int) -> list[Fault]:
+    """Find a port for probes or metrics that does not exist, or that another server takes."""
+    port = _port(address)
     if num_here > 1 and port == 0:
-        return [("probe_listen", probe_listen, "must be HOST:PORT with a port that is not 0, for several ranks")]
+        return [(name, address, "must be HOST:PORT with a port that is not 0, for several ranks")]
     if port > _LAST_PORT - num_here + 1:
-        return [("probe_listen", probe_listen, f"must have a port up to {_LAST_PORT - num_here + 1}")]
+        return [(name, address, f"must have a port up to {_LAST_PORT - num_here + 1}")]
     for other in others:
-        same = other == probe_listen if port == 0 else _port(other) and abs(_port(other) - port) < num_here
-        if same and not probe_listen.endswith(":0"):
-            return [("probe_listen", probe_listen, f"must be {num_here} ports or more from {other}")]
+        same = other == address if port == 0 else _port(other) and abs(_port(other) - port) < num_here
+        if same and not address.endswith(":0"):
+            return [(name, address, f"must be {num_here} ports or more from {other}")]
     return []
 
 

@@ -38,11 +38,12 @@ from worker_service.config import WorkerConfig
 from worker_service.delta_ring import DeltaRing
 from worker_service.dormancy import Dormancy
 from worker_service.heartbeat import Failure, Vitals, failure_of
+from worker_service.metrics import RankMetrics
 from worker_service.model_files import read_model_files
 from worker_service.ownership import DEFAULT_LEASE_S, Ownership, RefusalKind, Refused
 from worker_service.snapshot import snapshot_parts
 from worker_service.stages import Stages
-from worker_service.step_loop import StepLoop
+from worker_service.step_loop import CompletedStep, StepLoop
 from worker_service.steps import Goodbye, Steps
 from worker_service.tombstones import Tombstones
 
@@ -68,6 +69,7 @@ class Rank:
         self._request_exit = request_exit
         self._ownership = Ownership(time.monotonic(), _TICK_S)
         self._delta_ring: DeltaRing | None = None
+        self.metrics: RankMetrics | None = None  # where somebody asks for them
 
     async def start(self) -> None:
         """Start the device thread. Inside the event loop that will call everything else."""
@@ -77,7 +79,7 @@ class Rank:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(callback)
 
-        self._step_loop = StepLoop(self.vitals, post, lambda done: self._steps.on_completed(done), self._on_step_failed)
+        self._step_loop = StepLoop(self.vitals, post, self._on_completed, self._on_step_failed)
         self._steps = Steps(
             self.config,
             self._ownership,
@@ -94,6 +96,23 @@ class Rank:
             self._delta_ring = DeltaRing(fds, self.config.rank, self._steps.take_broadcast, self._fail)
         self._step_loop.start()
         self._ticker = asyncio.create_task(self._tick())
+
+    def measure(self) -> RankMetrics:
+        """Measure steps from now on; return what is measured. Once, after ``start``."""
+        steps, stages = self._steps, self._stages
+        self.metrics = RankMetrics(
+            self.config.rank,
+            self.vitals,
+            memory=lambda: stages.memory,
+            asleep=lambda: steps.asleep,
+            is_ready=lambda: steps.ready,
+        )
+        return self.metrics
+
+    def _on_completed(self, done: CompletedStep) -> None:
+        if self.metrics is not None:
+            self.metrics.step_completed(done)
+        self._steps.on_completed(done)
 
     async def close(self) -> None:
         """End streams and the device thread. Idempotent."""

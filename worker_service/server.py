@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service_chassis.auth import PeerNamesInterceptor
+from service_chassis.metrics_server import MetricsServer
 from service_chassis.server import bind, make_server
 from service_chassis.telemetry import get_logger
 from service_chassis.tls import server_tls
 from worker_service.config import TLS_FIELDS, WorkerConfig
 from worker_service.heartbeat import HealthServer
+from worker_service.metrics import METRICS
 from worker_service.probe import ProbeServer
 from worker_service.rank import Rank
 from worker_service.servicer import worker_service_handler
@@ -103,6 +105,9 @@ async def run_worker(config: WorkerConfig) -> int:
     await server.start()
     if probe is not None:
         get_logger().info("probe.listening", address=probe.start(config.probe_listen))
+    metrics = None
+    if config.metrics_listen:
+        metrics = MetricsServer(METRICS, rank.measure().read, loop, config.metrics_listen)
     if config.announce_fd is not None:
         facts = {"address": address, "health_address": rank.health_address, "pid": os.getpid()}
         with os.fdopen(config.announce_fd, "w") as pipe:
@@ -115,6 +120,8 @@ async def run_worker(config: WorkerConfig) -> int:
     health.stop()
     if probe is not None:
         probe.stop()
+    if metrics is not None:
+        metrics.stop()
     return 0
 
 

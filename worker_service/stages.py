@@ -19,6 +19,7 @@ from service_chassis.protocol.failure_kinds import BROKEN_COLLECTIVE
 from service_chassis.telemetry import get_logger
 from worker_service.config import WorkerConfig
 from worker_service.heartbeat import Busy, Failure, Vitals, failure_of
+from worker_service.metrics import RankMemoryFacts
 from worker_service.process_group import (
     OUTPUT_RANK,
     BrokenCollective,
@@ -71,6 +72,7 @@ class Stages:
         self._loaded: tuple[LoadOptions, ModelFacts] | None = None
         self._profiled: MemoryFacts | None = None
         self._graph_bytes = 0  # of the present formation
+        self._kv_bytes = 0  # as they were allocated last
         self._lock = asyncio.Lock()  # stages run one after another, whoever asks
 
     @property
@@ -93,6 +95,12 @@ class Stages:
     def backend(self) -> str:
         """How the ranks reach each other; nothing before FormGroup."""
         return self._group.backend if self._group is not None else ""
+
+    @property
+    def memory(self) -> RankMemoryFacts:
+        """What is allocated here."""
+        weight_bytes = self._loaded[1].weight_bytes if self._loaded is not None else 0
+        return RankMemoryFacts(weight_bytes=weight_bytes, kv_bytes=self._kv_bytes if self.limits is not None else 0)
 
     @property
     def model_source(self) -> str:
@@ -261,6 +269,7 @@ class Stages:
             _check_limits(limits, *self._loaded)
             kv_bytes = await self._on_device("allocate", lambda _: self._runner.allocate_kv_cache(limits.num_blocks))
             self._steps.begin(limits, self._loaded[1])
+            self._kv_bytes = kv_bytes
             self.limits = limits
             self.stage = worker_pb2.WORKER_STAGE_ALLOCATED
             get_logger().info("kv_cache.allocated", num_blocks=limits.num_blocks, kv_bytes=kv_bytes)

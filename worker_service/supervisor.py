@@ -37,6 +37,7 @@ def rank_config(config: WorkerConfig, index: int) -> WorkerConfig:
         listen=next_address(config.listen, index),
         health_listen=next_address(config.health_listen, index),
         probe_listen=next_address(config.probe_listen, index),
+        metrics_listen=next_address(config.metrics_listen, index),
     )
 
 

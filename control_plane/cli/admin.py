@@ -73,6 +73,16 @@ def _drain(client: Client, arguments: argparse.Namespace) -> None:
     print(f"Drained{aborted}. The server stays up, and accepts no more requests.")
 
 
+def _start_profile(client: Client, arguments: argparse.Namespace) -> None:
+    client.admin.start_profile(arguments.num_steps)
+    until = f"for {arguments.num_steps} steps" if arguments.num_steps else "until `maniple admin stop-profile`"
+    print(f"The control plane is profiled {until}.")
+
+
+def _stop_profile(client: Client, arguments: argparse.Namespace) -> None:
+    print(f"The profile is in {client.admin.stop_profile()} on the server's machine.")
+
+
 def _left(client: Client) -> str:
     status = client.status()
     num_kept = sum(group.num_running + group.num_waiting for group in status.groups)
@@ -122,6 +132,19 @@ _VERBS: dict[str, tuple[Callable[[Client, argparse.Namespace], None], str, str, 
         "Accept no more requests, and wait until none is left. It goes on when this command is ended.",
         "maniple admin drain\n  maniple admin drain --deadline-s 60",
     ),
+    "start-profile": (
+        _start_profile,
+        "profile the control plane",
+        "Profile the process of the control plane with cProfile: doors, scheduler, deltas, text; no worker. It costs "
+        "about as much again as what it measures.",
+        "maniple admin start-profile\n  maniple admin start-profile --num-steps 200",
+    ),
+    "stop-profile": (
+        _stop_profile,
+        "end the profile, and say where it is",
+        "End the profile and write it, for `python -m pstats FILE`. One that ended by its number of steps is told too.",
+        "maniple admin stop-profile",
+    ),
 }
 
 
@@ -160,6 +183,8 @@ def _add_flags(verb: str, add: Callable[..., Any]) -> None:
         add("tags", nargs="*", metavar="TAG", choices=[*SLEEP_TAGS, []], help=f"of {', '.join(SLEEP_TAGS)}; none: all")
     if verb == "update-weights":
         add("path", metavar="PATH", help="a directory with config.json and safetensors, where the workers run")
+    if verb == "start-profile":
+        add("--num-steps", type=whole(0, at_most=2**32 - 1), default=0, metavar="N", help="end it by itself after N")
     if verb == "drain":
         add(
             "--deadline-s",

@@ -13,6 +13,7 @@ from control_plane.dormancy import RankMemory
 from control_plane.engine_status import GroupView
 from control_plane.fleet import Fleet
 from control_plane.pause import PauseMode
+from control_plane.profiler import Profiler
 from maniple.v1 import admin_pb2, admin_pb2_grpc
 from maniple.v1.admin_pb2 import GroupStatus
 from service_chassis.errors import InvalidParameter, NotBuilt
@@ -41,14 +42,25 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     """Translate between operators and the engine. Decides nothing."""
 
     def __init__(
-        self, fleet: Fleet, served: ServedModel, *, version: str, drain: Drain, uptime_s: Callable[[], float]
+        self,
+        fleet: Fleet,
+        served: ServedModel,
+        *,
+        version: str,
+        drain: Drain,
+        uptime_s: Callable[[], float],
+        profile_directory: str = "",
     ) -> None:
         self._fleet = fleet
         self._served = served
         self._version = version
         self._drain = drain
         self._uptime_s = uptime_s
+        self._profiler = Profiler(profile_directory, self._num_steps)
         self._under_way: set[asyncio.Future[Any]] = set()  # goes on when the caller that began it is gone
+
+    def _num_steps(self) -> int:
+        return sum(view.engine.step for view in self._fleet.status().groups if view.engine is not None)
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
         status = self._fleet.status()
@@ -153,12 +165,13 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
     async def StartProfile(
         self, request: admin_pb2.StartProfileRequest, context: Context
     ) -> admin_pb2.StartProfileResponse:
-        _not_built("StartProfile")
+        self._profiler.start(request.num_steps)
+        return admin_pb2.StartProfileResponse()
 
     async def StopProfile(
         self, request: admin_pb2.StopProfileRequest, context: Context
     ) -> admin_pb2.StopProfileResponse:
-        _not_built("StopProfile")
+        return admin_pb2.StopProfileResponse(path=self._profiler.stop())
 
 
 def _group_status(group: GroupView) -> GroupStatus:

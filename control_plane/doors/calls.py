@@ -7,12 +7,14 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import structlog
 
 from control_plane.doors.converters import CallFacts
 from control_plane.generation import Event, Generation, Started, Waiting
 from control_plane.generation_stream import GenerationStream
 from service_chassis.auth import current_caller
 from service_chassis.errors import ManipleError, reason_name
+from service_chassis.telemetry import trace_id_of
 
 if TYPE_CHECKING:
     from control_plane.fleet import Fleet
@@ -27,6 +29,8 @@ def call_facts(context: Context, fleet: Fleet, *, client_resumes: bool = False) 
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
             traceparent = value if isinstance(value, str) else value.decode("ascii", "replace")
+    if trace_id := trace_id_of(traceparent):
+        structlog.contextvars.bind_contextvars(trace_id=trace_id)  # to what this call's task logs
     return CallFacts(
         deadline=None if remaining is None else fleet.now() + remaining,
         client_identity=current_caller().identity,

@@ -72,6 +72,18 @@ _SERVICES: Mapping[str, Mapping[str, Iterable[str]]] = {
     },
     # Load balancers ask without a token. They learn whether it serves, and nothing of anybody.
     "grpc.health.v1.Health": {PUBLIC: ("Check", "Watch", "List")},
+    # It tells the addresses of everybody who is connected.
+    "grpc.channelz.v1.Channelz": {
+        ADMIN: (
+            "GetTopChannels",
+            "GetServers",
+            "GetServer",
+            "GetServerSockets",
+            "GetChannel",
+            "GetSubchannel",
+            "GetSocket",
+        ),
+    },
     # What it tells is published; whoever needs it is a person with credentials.
     "grpc.reflection.v1.ServerReflection": {ANY_CALLER: ("ServerReflectionInfo",)},
     "grpc.reflection.v1alpha.ServerReflection": {ANY_CALLER: ("ServerReflectionInfo",)},

@@ -7,6 +7,7 @@ from control_plane.group.settings import GroupFacts
 from control_plane.live_request import LiveRequest
 from control_plane.metrics.loss_causes import CAUSES, cause_of
 from control_plane.metrics.table import FINISHED_REASONS, METRICS, PHASES
+from maniple.v1 import errors_pb2
 from service_chassis.errors import ManipleError, reason_name
 from service_chassis.metrics import Board
 
@@ -44,6 +45,8 @@ class GroupMeters:
         self._finished = {
             reason: board.count("vllm:request_success_total", *labels, reason) for reason in FINISHED_REASONS
         }
+        for error in (errors_pb2.ERROR_REASON_INTERNAL, errors_pb2.ERROR_REASON_GROUP_LOST):
+            board.count("maniple_requests_failed_total", *labels, reason_name(error))  # alerts ask for the first one
         self._losses = {cause: board.count("maniple_group_losses_total", *labels, cause) for cause in CAUSES}
         self._formed = board.distribution("maniple_formation_seconds", *labels)
         self._taken_over = board.distribution("maniple_takeover_seconds", *labels)

@@ -9,7 +9,12 @@ from control_plane.fleet import Fleet
 from control_plane.metrics.meters import Meters
 from control_plane.metrics.table import STATES, TAGS
 from control_plane.relay import Relay
+from maniple.v1 import errors_pb2
+from service_chassis.errors import reason_name
 from service_chassis.metrics import Reading
+
+# An alert asks for it before the first one.
+QUEUE_FULL = reason_name(errors_pb2.ERROR_REASON_QUEUE_FULL)
 
 
 class ReadFleet:
@@ -40,7 +45,7 @@ class ReadFleet:
             yield Reading("maniple_asleep", (tag,), tag in asleep)
         for method, number in self._relay.num_relayed.items():
             yield Reading("maniple_relayed_calls_total", (method,), number)
-        for error, number in fleet.num_refused.items():
+        for error, number in {QUEUE_FULL: 0, **fleet.num_refused}.items():
             yield Reading("maniple_refused_requests_total", (error,), number)
 
 

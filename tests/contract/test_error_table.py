@@ -387,7 +387,7 @@ CAUSES: list[tuple[str, Callable[[Doors], Any], str]] = [
     ("admin sleep", lambda doors: doors.admin.Sleep(admin_pb2.SleepRequest(level=1)), "WRONG_STATE"),
     ("admin lora", lambda doors: doors.admin.LoadLora(admin_pb2.LoadLoraRequest(name="a")), "NOT_BUILT"),
     ("admin weights", lambda doors: doors.admin.UpdateWeights(admin_pb2.UpdateWeightsRequest()), "INVALID_PARAMETER"),
-    ("admin profile", lambda doors: doors.admin.StartProfile(admin_pb2.StartProfileRequest()), "NOT_BUILT"),
+    ("admin profile", lambda doors: doors.admin.StopProfile(admin_pb2.StopProfileRequest()), "WRONG_STATE"),
     ("admin level", lambda doors: doors.admin.Sleep(admin_pb2.SleepRequest(level=9)), "INVALID_PARAMETER"),
     ("admin tag", lambda doors: doors.admin.WakeUp(admin_pb2.WakeUpRequest(tags=["all"])), "INVALID_PARAMETER"),
     ("admin deadline", lambda doors: doors.admin.Drain(admin_pb2.DrainRequest(deadline_s=-1)), "INVALID_PARAMETER"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import pstats
+from pathlib import Path
 from typing import cast
 from unittest.mock import Mock
 
@@ -11,7 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from control_plane.engine import Engine
+from control_plane.profiler import Profiler
 from maniple.v1 import admin_pb2
+from service_chassis.errors import InvalidParameter, WrongState
 from support.fake_engine import open_doors
 
 INFERENCE = "maniple.v1.InferenceService"
@@ -145,10 +149,43 @@ async def test_prefix_cache_is_reset_through_the_engine() -> None:
         assert (await doors.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())).num_blocks == 15
 
 
-@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "StartProfile", "StopProfile"])
+@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora"])
 async def test_what_is_not_built_is_unimplemented_and_says_so(method: str) -> None:
     async with open_doors() as doors:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await getattr(doors.admin, method)(getattr(admin_pb2, f"{method}Request")())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert method in (caught.value.details() or "")
+
+
+async def test_profile_of_the_event_loop_is_written_where_it_says() -> None:
+    async with open_doors() as doors:
+        with pytest.raises(grpc.aio.AioRpcError, match="no profile was started"):
+            await doors.admin.StopProfile(admin_pb2.StopProfileRequest())
+        await doors.admin.StartProfile(admin_pb2.StartProfileRequest())
+        with pytest.raises(grpc.aio.AioRpcError, match="under way"):
+            await doors.admin.StartProfile(admin_pb2.StartProfileRequest())
+        await doors.admin.GetStatus(admin_pb2.GetStatusRequest())
+        path = (await doors.admin.StopProfile(admin_pb2.StopProfileRequest())).path
+    try:
+        functions = {function for _, _, function in pstats.Stats(path).stats}  # type: ignore[attr-defined]
+    finally:
+        Path(path).unlink()
+    assert "GetStatus" in functions
+
+
+async def test_profile_of_some_steps_ends_by_itself(tmp_path: Path) -> None:
+    step = 7
+    profiler = Profiler(str(tmp_path), lambda: step)
+    profiler.start(2)
+    step = 9
+    async with asyncio.timeout(10):
+        while not list(tmp_path.glob("*.pstats")):
+            await asyncio.sleep(0.01)
+    assert Path(profiler.stop()).parent == tmp_path
+    with pytest.raises(WrongState):
+        profiler.stop()
+    profiler = Profiler(str(tmp_path / "missing"), lambda: step)
+    profiler.start(0)
+    with pytest.raises(InvalidParameter, match="profile_directory"):
+        profiler.stop()

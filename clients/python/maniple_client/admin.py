@@ -80,6 +80,15 @@ class Admin:
         answer: admin_pb2.ResetPrefixCacheResponse = self._ask("ResetPrefixCache", admin_pb2.ResetPrefixCacheRequest())
         return answer
 
+    def start_profile(self, num_steps: int = 0) -> None:
+        """Profile the server's process, without its workers: for so many steps, or until it is stopped."""
+        self._ask("StartProfile", admin_pb2.StartProfileRequest(num_steps=num_steps))
+
+    def stop_profile(self) -> str:
+        """End the profile; return the file on the server's machine, for Python's module pstats."""
+        answer: admin_pb2.StopProfileResponse = self._ask("StopProfile", admin_pb2.StopProfileRequest())
+        return answer.path
+
     def drain(self, deadline_s: float = 0.0) -> Iterator[admin_pb2.DrainResponse]:
         """Accept no more requests, and tell how many are left until none is; after ``deadline_s`` abort the rest."""
         try:
@@ -143,6 +152,15 @@ class AsyncAdmin:
             "ResetPrefixCache", admin_pb2.ResetPrefixCacheRequest()
         )
         return answer
+
+    async def start_profile(self, num_steps: int = 0) -> None:
+        """Profile the server's process, without its workers: for so many steps, or until it is stopped."""
+        await self._ask("StartProfile", admin_pb2.StartProfileRequest(num_steps=num_steps))
+
+    async def stop_profile(self) -> str:
+        """End the profile; return the file on the server's machine, for Python's module pstats."""
+        answer: admin_pb2.StopProfileResponse = await self._ask("StopProfile", admin_pb2.StopProfileRequest())
+        return answer.path
 
     async def drain(self, deadline_s: float = 0.0) -> AsyncIterator[admin_pb2.DrainResponse]:
         """Accept no more requests, and tell how many are left until none is; after ``deadline_s`` abort the rest."""
