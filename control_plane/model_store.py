@@ -64,14 +64,16 @@ def resolve_model(
     if parse_scripted(spec) is not None:
         return ModelPlace(path=spec, source="scripted", name="scripted")
     if spec == "demo":
-        return ModelPlace(path=str(_demo(models, progress)), source=spec, name=spec)
+        with _storing(models, spec):
+            return ModelPlace(path=str(_demo(models, progress)), source=spec, name=spec)
     path = Path(spec).expanduser()
     if path.is_dir():
         return ModelPlace(path=str(path.resolve()), source=spec, name=path.resolve().name)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigurationError([("model", spec, "is a file, but not a .gguf file")])
-        return ModelPlace(path=str(_converted(path.resolve(), models, progress)), source=spec, name=path.stem)
+        with _storing(models, spec):
+            return ModelPlace(path=str(_converted(path.resolve(), models, progress)), source=spec, name=path.stem)
     if rule := missing_rule(spec, workers_elsewhere=workers_elsewhere):
         raise ConfigurationError([("model", spec, rule)])
     if looks_like_path(spec):
@@ -79,17 +81,24 @@ def resolve_model(
     return ModelPlace(path=str(model_sources.fetch_from_hub(spec, progress)), source=spec, name=spec)
 
 
-def place_model(spec: str, target: Path, progress: Progress, *, revision: str = "") -> None:
+def place_model(spec: str, target: Path, progress: Progress, *, revision: str = "") -> bool:
     """Fetch ``spec`` into the directory ``target``, converted where that is needed. One that is whole is kept.
 
     The directory appears in one piece, so that nobody reads half a model; what is under way lies beside it, and another
     try goes on there.
 
+    Returns:
+        False: ``target`` held a model already, this one or another.
     Raises:
         ConfigurationError: as ``resolve_model``; or ``spec`` is a directory, or a scripted model, which has no files.
     """
+    with _storing(target, spec):
+        return _place(spec, target, progress, revision)
+
+
+def _place(spec: str, target: Path, progress: Progress, revision: str) -> bool:
     if _is_complete(target):
-        return
+        return False
     if target.exists() and any(target.iterdir()):
         raise ConfigurationError([("to", str(target), "is there already, and is no model")])
     if parse_scripted(spec) is not None or Path(spec).expanduser().is_dir():
@@ -100,10 +109,12 @@ def place_model(spec: str, target: Path, progress: Progress, *, revision: str = 
     work = target.parent / f".{target.name}.work"
     with _locked(target, progress):
         if _is_complete(target):
-            return
+            return False
         work.mkdir(parents=True, exist_ok=True)
         if is_on_hub:
-            whole = model_sources.fetch_from_hub(spec, progress, revision=revision, into=work / "snapshot")
+            whole = model_sources.fetch_from_hub(
+                spec, progress, revision=revision, into=work / _snapshot_name(spec, revision)
+            )
             shutil.rmtree(whole / ".cache", ignore_errors=True)  # the hub client's notes
         else:
             whole = Path(resolve_model(spec, progress, cache=work).path)
@@ -111,6 +122,12 @@ def place_model(spec: str, target: Path, progress: Progress, *, revision: str = 
             target.rmdir()
         whole.rename(target)
         shutil.rmtree(work)
+    return True
+
+
+def _snapshot_name(spec: str, revision: str) -> str:
+    # Files of one model or revision must not be left among those of another, whose fetching was given up.
+    return hashlib.sha256(f"{spec} {revision}".encode()).hexdigest()[:16]
 
 
 def looks_like_path(spec: str) -> bool:
@@ -186,6 +203,16 @@ def _fingerprint(path: Path) -> str:
     with path.open("rb") as file:
         digest.update(file.read(_HEADER_BYTES))
     return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _storing(place: Path, spec: str) -> Iterator[None]:
+    """Say in a sentence what the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        rule = f"cannot be kept in {place}: {error.strerror or error}"
+        raise ConfigurationError([("model", spec, rule)]) from error
 
 
 @contextmanager

@@ -88,10 +88,13 @@ def _fetch(model: str, to: Path | None, revision: str) -> int:
                 place = resolve_model(model, progress)
                 where, start = f"{place.name} is in {place.path}", model
             else:
-                place_model(model, to.expanduser().absolute(), progress, revision=revision)
-                where, start = f"{model} is in {to}", str(to)
+                is_new = place_model(model, to.expanduser().absolute(), progress, revision=revision)
+                where = f"{model} is in {to}" if is_new else f"{to} holds a model already, which is kept"
+                start = str(to)
         except ConfigurationError as error:
-            reason = "; ".join(rule for _, _, rule in error.faults)
+            reason = "; ".join(
+                rule if field == "model" else f"--{field} {value} {rule}" for field, value, rule in error.faults
+            )
         except ManipleError as error:
             reason = error.message
         else:

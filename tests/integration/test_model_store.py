@@ -131,6 +131,17 @@ def test_what_cannot_be_placed_is_a_sentence(tmp_path: Path, spec: str, revision
         place_model(spec, tmp_path / "full", silent)
 
 
+def test_place_that_cannot_hold_a_model_is_refused_in_a_sentence(tmp_path: Path, converter: FakeConverter) -> None:
+    (tmp_path / "file").touch()
+    source = str(gguf_file(tmp_path))
+    for target in (tmp_path / "file", tmp_path / "file/m", tmp_path / ("m" * 300)):
+        with pytest.raises(ConfigurationError, match=f"cannot be kept in {target}: [A-Z]"):
+            place_model(source, target, silent)
+    with pytest.raises(ConfigurationError, match=f"cannot be kept in {tmp_path}/file/models: Not a directory"):
+        resolve_model(source, silent, cache=tmp_path / "file")
+    assert not converter.calls
+
+
 def test_converter_killed_halfway_leaves_nothing_that_counts(tmp_path: Path, converter: FakeConverter) -> None:
     path = gguf_file(tmp_path)
 
@@ -298,9 +309,13 @@ def test_hub_model_is_fetched_without_pickles_and_code(tmp_path: Path) -> None:
 def test_hub_model_is_fetched_to_a_directory_by_the_command_line(tmp_path: Path) -> None:
     target = tmp_path / "models/mine"
     command = [sys.executable, "-m", "control_plane.cli", "model", "fetch", "owner/model", "--to", str(target)]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hub"), "HF_TOKEN": "hf_secret"}
+    with fake_hub("owner/model", {"config.json": b"{}", "of-another.safetensors": b"1"}) as hub:  # a fetch that fails
+        env, words = {**environment, "HF_ENDPOINT": hub.endpoint}, [*command, "--revision", "v0"]
+        assert subprocess.run(words, env=env, capture_output=True, timeout=60, check=False).returncode == 1
+        assert "of-another.safetensors" in hub.fetched
     with fake_hub("owner/model", HUB_FILES) as hub:
-        env = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_TOKEN": "hf_secret"}
-        words = [*command, "--revision", "v1"]
+        env, words = {**environment, "HF_ENDPOINT": hub.endpoint}, [*command, "--revision", "v1"]
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         assert f"serve --model {target}" in done.stdout
@@ -309,6 +324,7 @@ def test_hub_model_is_fetched_to_a_directory_by_the_command_line(tmp_path: Path)
         hub.fetched.clear()
         again = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert (again.returncode, hub.fetched) == (0, [])
+        assert f"{target} holds a model already, which is kept" in again.stdout
     lone = subprocess.run([*command[:-2], "--revision", "v1"], capture_output=True, text=True, timeout=60, check=False)
     assert lone.returncode == 2
     assert "--revision needs --to" in lone.stderr
