@@ -192,6 +192,8 @@ def _group_settings(config: ControlPlaneConfig, model_path: str, owner_address: 
         model=model_path,
         owner_address=owner_address,
         dtype=config.dtype,
+        quantization=config.quantization,
+        model_impl=config.model_impl,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

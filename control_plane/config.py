@@ -147,6 +147,15 @@ class ControlPlaneConfig:
     dtype: str = setting("auto", topic=MODEL, read=read_text, rule=one_of("auto", "float32", "bfloat16", "float16"))
     """Type of weights and activations: auto, float32, bfloat16, float16. auto: what the checkpoint was saved in."""
 
+    quantization: str = setting("none", topic=MODEL, read=read_text, rule=one_of("none", "int8", "q4"))
+    """How weights are kept on a CPU: none, int8 (8 bits), q4 (4 bits; a `.gguf` file keeps the 4 and 8 bits that it
+    has). Fewer bytes are read for each token: faster, and less exact, see docs/quantization.md."""
+
+    model_impl: str = setting("auto", topic=MODEL, read=read_text, rule=one_of("auto", "native", "transformers"))
+    """Whose code computes the model: native (Llama, Mistral, Qwen2, Qwen3 and what is built like them), transformers
+    (other causal language models; needs the extra `transformers` where the workers run), or auto: native where there is
+    some. See docs/models.md."""
+
     max_model_len: int = setting(
         0, topic=MODEL, read=read_whole, rule=zero_or_at_least(2, at_most=MOST_TOKENS), metavar="TOKENS"
     )
@@ -454,15 +463,6 @@ class ControlPlaneConfig:
     log_format: str = setting("auto", topic=LOGGING, read=read_text, rule=one_of("auto", "console", "json"))
     """auto, console or json. auto: console on a terminal, JSON on a pipe."""
 
-    record_deltas: str = setting("", topic=LOGGING, read=read_text, metavar="FILE")
-    """Record every delta and result to FILE, which `maniple replay FILE` checks offline; an existing log is continued.
-    Prompts, outputs and resume tokens are in it, and nothing else limits its size: for finding a fault, not for always.
-    Only its owner may read it."""
-
-    trace: str = setting("", topic=LOGGING, read=read_text, metavar="FILE")
-    """Write to FILE when each step was planned, sent, queued, executed, sampled and published, for ui.perfetto.dev; a
-    file that is there is replaced. No prompts, no outputs; 256 MiB at most, a quarter of an hour of a busy rank."""
-
     metrics_listen: str = setting("", topic=OBSERVABILITY, read=read_text, rule=metrics_address_rule, metavar="ADDRESS")
     """Where Prometheus finds metrics, HOST:PORT, over HTTP in plaintext and for whoever connects; no prompts, no
     outputs. Needs the extra `observability`. Default: nowhere, and nothing is measured."""
@@ -474,6 +474,15 @@ class ControlPlaneConfig:
     profile_directory: str = setting("", topic=OBSERVABILITY, read=read_text, metavar="DIRECTORY")
     """Where profiles of this process are put (`maniple admin start-profile`). Default: where the system has its
     temporary files."""
+
+    record_deltas: str = setting("", topic=LOGGING, read=read_text, metavar="FILE")
+    """Record every delta and result to FILE, which `maniple replay FILE` checks offline; an existing log is continued.
+    Prompts, outputs and resume tokens are in it, and nothing else limits its size: for finding a fault, not for always.
+    Only its owner may read it."""
+
+    trace: str = setting("", topic=LOGGING, read=read_text, metavar="FILE")
+    """Write to FILE when each step was planned, sent, queued, executed, sampled and published, for ui.perfetto.dev; a
+    file that is there is replaced. No prompts, no outputs; 256 MiB at most, a quarter of an hour of a busy rank."""
 
     def __post_init__(self) -> None:
         faults = broken_rules(self) or _contradictions(self)
@@ -508,6 +517,13 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
         )
     if config.batch_invariant and config.tensor_parallel_size > 1 and not config.is_scripted:
         faults.append(("batch_invariant", True, "holds on one rank: --tensor-parallel-size must be 1"))
+    if config.quantization != "none" and (config.device == "cuda" or config.is_scripted):
+        what = "the scripted model has no weights" if config.is_scripted else "is for the CPU, not for --device cuda"
+        faults.append(("quantization", config.quantization, what))
+    if config.model_impl == "transformers":
+        for name, unset in (("quantization", "none"), ("batch_invariant", False)):
+            if (value := getattr(config, name)) != unset:
+                faults.append((name, value, "is for models of our own code, not for --model-impl transformers"))
     if 0 < config.max_num_batched_tokens < config.max_num_seqs:
         faults.append(
             (
@@ -527,6 +543,7 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
     if config.max_groups and not config.worker_addresses:
         faults.append(("max_groups", config.max_groups, "needs --worker-addresses: all other groups are its own"))
     faults += security_faults(config)
+    faults += _metrics_faults(config)
     if config.openai_port:
         faults += _gateway_faults(config)
     for name in ("heartbeat_timeout_s", "lease_s"):
@@ -543,7 +560,15 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
             )
     return faults
 
-    faults += _metrics_faults(config)
+
+def _metrics_faults(config: ControlPlaneConfig) -> list[Fault]:
+    address = config.metrics_listen
+    others = (config.listen, config.admin_listen, config.probe_listen)
+    is_taken = address in others or (config.openai_port and address.endswith(f":{config.openai_port}"))
+    if address and is_taken and not address.endswith(":0"):
+        return [("metrics_listen", address, "must be an address of its own")]
+    return []
+
 
 def _gateway_faults(config: ControlPlaneConfig) -> list[Fault]:
     """Find why the gateway could not reach this server."""
@@ -561,15 +586,6 @@ def _gateway_faults(config: ControlPlaneConfig) -> list[Fault]:
 
 
 def load_config(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> ControlPlaneConfig:
-def _metrics_faults(config: ControlPlaneConfig) -> list[Fault]:
-    address = config.metrics_listen
-    others = (config.listen, config.admin_listen, config.probe_listen)
-    is_taken = address in others or (config.openai_port and address.endswith(f":{config.openai_port}"))
-    if address and is_taken and not address.endswith(":0"):
-        return [("metrics_listen", address, "must be an address of its own")]
-    return []
-
-
     """Resolve flag > environment (MANIPLE_*) > default.
 
     Args:
@@ -578,6 +594,8 @@ def _metrics_faults(config: ControlPlaneConfig) -> list[Fault]:
     Raises:
         ConfigurationError: with every fault that can be found without starting anything.
     """
+    if STANDARD_VARIABLE in environ:
+        environ = {"MANIPLE_OTLP_ENDPOINT": environ[STANDARD_VARIABLE], **environ}
     values, faults = read_settings(ControlPlaneConfig, flags, environ)
     unreadable = {field for field, _, _ in faults}
     try:
@@ -594,8 +612,6 @@ def _metrics_faults(config: ControlPlaneConfig) -> list[Fault]:
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-    if STANDARD_VARIABLE in environ:
-        environ = {"MANIPLE_OTLP_ENDPOINT": environ[STANDARD_VARIABLE], **environ}
 
 def _may_be_elsewhere(values: Mapping[str, object]) -> bool:
     """Whether workers may run on other machines, before anything is chosen for ``auto``."""
@@ -674,6 +690,10 @@ def resolve_auto(
     faults = _owner_faults(config, choice.executor, world_size)
     if config.openai_port and not openai_gateway.is_installed():
         faults.append(("openai_port", config.openai_port, openai_gateway.MISSING))
+    if config.metrics_listen and not metrics_server.is_installed():
+        faults.append(("metrics_listen", config.metrics_listen, metrics_server.MISSING))
+    if config.otlp_endpoint and not span_export.is_installed():
+        faults.append(("otlp_endpoint", config.otlp_endpoint, span_export.MISSING))
     faults += _device_faults(config, choice.executor, device, world_size)
     if choice.executor in (UNI, MP) and not on_gpu:
         faults += _crowding_faults(config, world_size, os.cpu_count() or 1)
@@ -690,10 +710,6 @@ def resolve_auto(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(max_num_seqs, 2048 if on_gpu else 512),
         served_model_name=config.served_model_name or (_own_name(config.model),),
-    if config.metrics_listen and not metrics_server.is_installed():
-        faults.append(("metrics_listen", config.metrics_listen, metrics_server.MISSING))
-    if config.otlp_endpoint and not span_export.is_installed():
-        faults.append(("otlp_endpoint", config.otlp_endpoint, span_export.MISSING))
         log_format=config.log_format if config.log_format != "auto" else ("console" if on_terminal else "json"),
     )
     chosen = {

@@ -29,7 +29,7 @@ from worker_service.forward.step_outputs import Said, StepOutputs
 from worker_service.input_batch import InputBatch
 from worker_service.kv_cache import KvCache, KvCacheSpec
 from worker_service.memory import KvDemand, plan_memory
-from worker_service.models.registry import Model, load_model
+from worker_service.models.registry import Model, implementation_of, load_model
 from worker_service.out_of_memory import explaining_memory
 from worker_service.pending_step import PendingStep
 from worker_service.platforms.choose import choose_platform
@@ -105,7 +105,9 @@ class TorchModelRunner:
 
     def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         self._platform.bind()
-        if rule := compile_rule(self._forward_options.compiler, self._platform.device, self._world_size):
+        implementation = implementation_of(options)
+        compiler = self._forward_options.compiler
+        if rule := compile_rule(compiler, self._platform.device, self._world_size, implementation):
             raise InvalidParameter("torch_compile", True, rule)
         with explaining_memory("load", self._platform, {}, ("model", options.model)), self._memory.region(WEIGHTS):
             model, dtype, max_model_len = load_model(
@@ -117,9 +119,9 @@ class TorchModelRunner:
         attention = AttentionSpec(
             device=self._platform.device,
             dtype=dtype,
-            num_heads=config.num_heads // self._world_size,
+            num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
-            head_dim=config.head_dim,
+            head_dim=model.head_dim,
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -129,7 +131,7 @@ class TorchModelRunner:
         self._spec = KvCacheSpec(
             num_layers=config.num_layers,
             num_kv_heads=model.num_kv_heads,
-            head_dim=config.head_dim,
+            head_dim=model.head_dim,
             block_size=options.block_size,
             dtype=dtype,
             layout=self._forward.attention.layout,

@@ -55,6 +55,7 @@ class LoadOptions:
     max_model_len: int = 0  # 0: the model's
     batch_invariant: bool = False
     quantization: str = "none"  # none, int8, q4
+    model_impl: str = "auto"  # auto, native, transformers
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16

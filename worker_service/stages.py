@@ -211,6 +211,7 @@ class Stages:
             max_model_len=request.max_model_len,
             batch_invariant=request.batch_invariant,
             quantization=request.quantization or "none",
+            model_impl=request.model_impl or "auto",
             max_num_seqs=request.max_num_seqs,
             max_num_batched_tokens=request.max_num_batched_tokens,
             block_size=request.block_size,
@@ -268,8 +269,8 @@ class Stages:
             assert self._loaded is not None
             _check_limits(limits, *self._loaded)
             kv_bytes = await self._on_device("allocate", lambda _: self._runner.allocate_kv_cache(limits.num_blocks))
-            self._steps.begin(limits, self._loaded[1])
             self._kv_bytes = kv_bytes
+            self._steps.begin(limits, self._loaded[1])
             self.limits = limits
             self.stage = worker_pb2.WORKER_STAGE_ALLOCATED
             get_logger().info("kv_cache.allocated", num_blocks=limits.num_blocks, kv_bytes=kv_bytes)

@@ -187,6 +187,8 @@ class Formation:
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
             batch_invariant=settings.batch_invariant,
+            quantization=settings.quantization,
+            model_impl=settings.model_impl,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             block_size=settings.block_size,

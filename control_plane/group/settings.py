@@ -13,6 +13,8 @@ class GroupSettings:
 
     model: str
     dtype: str = "auto"
+    quantization: str = "none"
+    model_impl: str = "auto"
     max_model_len: int = 0  # 0: the model's
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

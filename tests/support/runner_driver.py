@@ -13,6 +13,7 @@ from worker_service.forward.assemble import ForwardOptions
 from worker_service.model_runner import TorchModelRunner
 from worker_service.process_group import ProcessGroup
 from worker_service.runner import LoadOptions
+from worker_service.sleep.choose import SleepOptions
 from worker_service.step_work import FinishedRow, Mode, NewRow, RowSampling, StepOutput, StepWork, TableChange, TableOp
 
 NUM_BLOCKS = 200
@@ -36,12 +37,13 @@ class RunnerDriver:
         num_threads: int = 1,
         group: ProcessGroup | None = None,
         forward: ForwardOptions | None = None,
+        sleep: SleepOptions | None = None,
         **options: object,
     ) -> None:
         """Load; as one of several ranks where a group is given."""
         rank, world_size = (group.rank, group.world_size) if group else (0, 1)
         self.runner = TorchModelRunner(
-            device="cpu", rank=rank, world_size=world_size, num_threads=num_threads, forward=forward
+            device="cpu", rank=rank, world_size=world_size, num_threads=num_threads, forward=forward, sleep=sleep
         )
         if group is not None:
             self.runner.join(group)

@@ -16,7 +16,7 @@ class ReferenceAttention:
     layout = KvLayout.DIMS_INNERMOST
     graphs = Graphs.PIECEWISE
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec | None = None) -> None:
         """Take any device."""
 
     def begin(self, step: StepInput, tensors: StepTensors | None) -> _ReferenceStep:

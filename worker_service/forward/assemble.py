@@ -37,8 +37,8 @@ def assemble_forward(model: Model, spec: AttentionSpec, options: ForwardOptions)
         from worker_service.forward.compiled_forward import CompiledForward
 
         forward = CompiledForward(forward, model.config.num_layers, backend=options.compiler)
-    recorder = options.recorder or _recorder_of(spec.device)
-    if recorder is None:
+    recorder = (options.recorder or _recorder_of(spec.device)) if model.records else None
+    if recorder is None and spec.device.type == "cpu":
         return ForwardPass(forward, attention, HostStepArrays(), None)
     arrays: StepArrays = DeviceStepArrays(
         max_num_batched_tokens=spec.max_num_batched_tokens,
@@ -46,7 +46,8 @@ def assemble_forward(model: Model, spec: AttentionSpec, options: ForwardOptions)
         max_num_blocks=-(-spec.max_model_len // spec.block_size),
         device=spec.device,
     )
-    return ForwardPass(forward, attention, arrays, GraphRunner(forward, attention, arrays, recorder))
+    graphs = GraphRunner(forward, attention, arrays, recorder) if recorder is not None else None
+    return ForwardPass(forward, attention, arrays, graphs)
 
 
 def _recorder_of(device: torch.device) -> Recorder | None:

@@ -208,7 +208,7 @@ def _fill(file: BinaryIO, name: str, entry: Entry, slot: Slot) -> None:
     kept = target if direct else torch.empty(target.shape, dtype=dtype)
     # The file holds rows of ``stride`` bytes each, one for every place in the dimensions before the cut one; of each
     # row the part is one piece.
-    buffer = memoryview(kept.view(torch.uint8).reshape(-1).numpy().data)
+    buffer = memoryview(kept.reshape(-1).view(torch.uint8).numpy().data)
     if slot.split_dim is None:
         _read_into(file, name, entry, entry.start, buffer)
     else:

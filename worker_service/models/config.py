@@ -55,6 +55,7 @@ class _Traits:
     window: str = "none"  # none, always (`sliding_window` holds), switched (`use_sliding_window`)
 
 
+_OTHERS = "; others are served by transformers: see --model-impl, and install maniple[transformers]"
 GGUF_BLOCKS = "gguf_blocks"  # quant_method of a directory that keeps the blocks of a GGUF file
 BLOCK_KINDS = ("Q8_0", "Q4_0", "Q4_1")
 
@@ -64,6 +65,15 @@ ARCHITECTURES: Mapping[str, _Traits] = {
     "Qwen2ForCausalLM": _Traits(qkv_bias=True, output_bias=False, window="switched"),
     "Qwen3ForCausalLM": _Traits(qk_norm=True, window="switched"),
 }
+
+
+def is_native(directory: Path) -> bool:
+    """Say whether the model of a directory is one of ours, or none that can be read."""
+    try:
+        names = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError):
+        return True  # ``load_config`` says what is wrong
+    return not isinstance(names, list) or not names or str(names[0]) in ARCHITECTURES
 
 
 def load_config(directory: Path) -> LlamaConfig:
@@ -94,7 +104,7 @@ def parse_config(raw: Mapping[str, Any], faults: list[Fault]) -> LlamaConfig | N
     names = raw.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else ""
     if architecture not in ARCHITECTURES:
-        faults.append(("architectures", names, f"must name one of {', '.join(ARCHITECTURES)}"))
+        faults.append(("architectures", names, f"must name one of {', '.join(ARCHITECTURES)}{_OTHERS}"))
         return None
     traits = ARCHITECTURES[architecture]
     fields = _Reader(raw, faults)

@@ -321,14 +321,18 @@ class VocabLinear(Linear):
         if x.is_cuda and x.dtype is not torch.float32:
             # Not rounded at all; to look for ties would make the host wait.
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        scores = self._product(x, torch.float32)
-        if scores.dtype is torch.float32:
-            return scores
-        step = torch.finfo(scores.dtype).eps
-        scores = scores.float()
-        top = scores.amax(dim=-1, keepdim=True)
-        near = scores >= top - step * top.abs()
-        near &= near.sum(dim=-1, keepdim=True) <= _MOST_REFINED  # a flat row has nothing to decide
-        rows, ids = near.nonzero(as_tuple=True)
-        scores[rows, ids] = (x[rows].float() * self.weight[ids].float()).sum(dim=-1)
+        return exact_at_top(self._product(x, torch.float32), x, self.weight)
+
+
+def exact_at_top(scores: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return scores ``x W^T`` as float32; where they were rounded, what lies near the highest is computed again."""
+    if scores.dtype is torch.float32:
         return scores
+    step = torch.finfo(scores.dtype).eps
+    scores = scores.float()
+    top = scores.amax(dim=-1, keepdim=True)
+    near = scores >= top - step * top.abs()
+    near &= near.sum(dim=-1, keepdim=True) <= _MOST_REFINED  # a flat row has nothing to decide
+    rows, ids = near.nonzero(as_tuple=True)
+    scores[rows, ids] = (x[rows].float() * weight[ids].float()).sum(dim=-1)
+    return scores

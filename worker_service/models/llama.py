@@ -7,6 +7,7 @@ One decoder with switches for what differs: biases, norms of queries and keys, w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from maniple_kernels.rotary import norm_and_rotate_
 from maniple_kernels.silu_mul import silu_mul
 from worker_service.attention.base import KvLayer, StepAttention
 from worker_service.models.checkpoint import Slot
-from worker_service.models.config import LlamaConfig
+from worker_service.models.config import LlamaConfig, load_config
 from worker_service.models.layers import Cut, Embedding, FusedLinear, Placement, RowLinear, VocabLinear
 from worker_service.models.rope import cosines_and_sines
 
@@ -118,6 +119,8 @@ class DecoderLayer:
 
 class LlamaModel:
     """Embedding, decoder layers, final norm and the projection to logits, on one rank."""
+
+    records = True
 
     def __init__(self, config: LlamaConfig, placement: Placement, max_model_len: int) -> None:
         """Allocate the weights; their contents are undefined until ``slots`` were filled and ``pack`` was called."""
@@ -225,6 +228,21 @@ class LlamaModel:
         if fused is None or not self.layers[0].down.is_for_panels(num_tokens):
             return None
         return fused if fused.fits(kv) else None
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads on this rank."""
+        return self.layers[0].attention.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.config.head_dim
+
+    @staticmethod
+    def read_config(directory: Path) -> LlamaConfig:
+        """Read the configuration of another checkpoint."""
+        return load_config(directory)
 
     @property
     def num_kv_heads(self) -> int:

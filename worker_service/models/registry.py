@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from service_chassis.errors import InvalidParameter
 from service_chassis.tensor_parallel import SplitSizes, split_rule
 from worker_service.attention.base import KvLayer, StepAttention
 from worker_service.models.checkpoint import Entry, Slot, check_checkpoint, read_tensors
-from worker_service.models.config import LlamaConfig, load_config
+from worker_service.models.config import LlamaConfig, is_native, load_config
 from worker_service.models.layers import Placement
 from worker_service.models.llama import LlamaModel
 from worker_service.models.quantization import Quantization, check_quantization
@@ -23,6 +24,8 @@ from worker_service.platforms.base import Platform
 from worker_service.runner import LoadOptions
 from worker_service.tensor_group import TensorGroup
 
+NATIVE, TRANSFORMERS = "native", "transformers"
+IMPLEMENTATIONS = ("auto", NATIVE, TRANSFORMERS)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,17 +33,51 @@ Forward = Callable[[Tensor, Tensor, Tensor, Sequence[KvLayer], StepAttention], T
 """``Model.forward``, or what was compiled of it."""
 
 
+class ModelConfig(Protocol):
+    """What the runner needs to know, of any model."""
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def max_position(self) -> int: ...
+
+
 class Model(Protocol):
     """What the runner calls."""
 
-    config: LlamaConfig
+    records: bool  # graphs can hold ``forward``
+
+    @staticmethod
+    def read_config(directory: Path) -> ModelConfig:
+        """Read the configuration of another checkpoint. Raises ``InvalidParameter``."""
+
+    @property
+    def config(self) -> ModelConfig: ...
 
     @property
     def weight_bytes(self) -> int: ...
 
     @property
+    def num_heads(self) -> int:
+        """Query heads on this rank."""
+
+    @property
     def num_kv_heads(self) -> int:
         """KV heads on this rank."""
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head of keys, and room for one of values."""
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], attention: StepAttention
@@ -82,14 +119,12 @@ def load_model(
     directory = Path(options.model)
     if not directory.is_dir():
         raise InvalidParameter("model", options.model, "must be a directory where the workers run")
+    if implementation_of(options) == TRANSFORMERS:
+        return _load_by_transformers(options, directory, platform, rank, world_size, progress, group)
     config = load_config(directory)
     quantization = Quantization(options.quantization, config.blocks)
     name = _own_dtype(config, quantization) if options.dtype == "auto" else options.dtype
-    if name not in DTYPES:
-        raise InvalidParameter("dtype", name, f"must be auto or one of {', '.join(DTYPES)}")
-    if options.max_model_len > config.max_position:
-        rule = f"must be at most the model's {config.max_position}"
-        raise InvalidParameter("max_model_len", options.max_model_len, rule)
+    _check_options(options, name, config)
     _check_split(config, world_size)
     check_quantization(quantization, config, device=platform.device, dtype=DTYPES[name], world_size=world_size)
     placement = Placement(
@@ -110,6 +145,60 @@ def load_model(
     model = LlamaModel(config, placement, max_model_len)
     _fill(model, entries, progress)
     return model, placement.dtype, max_model_len
+
+
+def implementation_of(options: LoadOptions) -> str:
+    """Return whose code computes a model: ours where we have some, else transformers'.
+
+    Raises:
+        InvalidParameter: the directory says of no model which it is.
+    """
+    if options.model_impl not in IMPLEMENTATIONS:
+        raise InvalidParameter("model_impl", options.model_impl, f"must be one of {', '.join(IMPLEMENTATIONS)}")
+    if options.model_impl != "auto":
+        return options.model_impl
+    return NATIVE if is_native(Path(options.model)) or not _has_transformers() else TRANSFORMERS
+
+
+def _has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def _check_options(options: LoadOptions, dtype: str, config: ModelConfig) -> None:
+    if dtype not in DTYPES:
+        raise InvalidParameter("dtype", dtype, f"must be auto or one of {', '.join(DTYPES)}")
+    if options.max_model_len > config.max_position:
+        rule = f"must be at most the model's {config.max_position}"
+        raise InvalidParameter("max_model_len", options.max_model_len, rule)
+
+
+def _load_by_transformers(
+    options: LoadOptions,
+    directory: Path,
+    platform: Platform,
+    rank: int,
+    world_size: int,
+    progress: Callable[[float, str], None],
+    group: TensorGroup | None,
+) -> tuple[Model, torch.dtype, int]:
+    """As ``load_model``. transformers is imported here alone: it takes seconds."""
+    for name, unset in (("quantization", "none"), ("batch_invariant", False)):
+        if (value := getattr(options, name)) != unset:
+            raise InvalidParameter(name, value, "is for models of our own code; transformers computes this one")
+    progress(0.0, "transformers is imported")
+    try:
+        from worker_service.models.transformers_config import load_transformers_config
+        from worker_service.models.transformers_model import load_transformers_model
+
+        config, own = load_transformers_config(directory)
+    except ImportError as error:
+        rule = f"needs transformers 5.17 or later: install maniple[transformers] ({error})"
+        raise InvalidParameter("model_impl", options.model_impl, rule) from None
+    name = config.dtype if options.dtype == "auto" else options.dtype
+    _check_options(options, name, config)
+    placement = Placement(platform.device, DTYPES[name], rank, world_size, group=group or TensorGroup(platform.device))
+    model = load_transformers_model(directory, config, own, placement, progress)
+    return model, placement.dtype, options.max_model_len or config.max_position
 
 
 def _fill(model: LlamaModel, entries: Mapping[str, Entry], progress: Callable[[float, str], None]) -> None:

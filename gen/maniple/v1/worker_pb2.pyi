@@ -566,6 +566,8 @@ class LoadModelRequest(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    MODEL_IMPL_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The present epoch."""
     model: _builtins.str
@@ -582,6 +584,10 @@ class LoadModelRequest(_message.Message):
     """Tokens of one step."""
     block_size: _builtins.int
     """Tokens of a block."""
+    quantization: _builtins.str
+    """How weights are kept: none (as `dtype` says), int8, q4. Empty: none."""
+    model_impl: _builtins.str
+    """Whose code computes the model: native, transformers; auto: native where there is some. Empty: auto."""
     def __init__(
         self,
         *,
@@ -593,10 +599,12 @@ class LoadModelRequest(_message.Message):
         max_num_seqs: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
         block_size: _builtins.int = ...,
+        quantization: _builtins.str = ...,
+        model_impl: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_impl", b"model_impl", "quantization", b"quantization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
