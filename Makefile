@@ -30,7 +30,7 @@ BENCH_ARGS ?=
 BENCH_VLLM ?=
 BENCH_LLAMA ?=
 
-.PHONY: help demo test clients chart-test chart-readme fuzz serve setup lint gen check-gen breaking bench bench-plots bench-serve bench-steps bench-faults soak kernels-aot gpu-check clean
+.PHONY: help demo test clients chart-test chart-readme mesh-test descriptors web fuzz serve setup lint gen check-gen breaking bench bench-plots bench-serve bench-steps bench-faults soak kernels-aot gpu-check clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -57,6 +57,9 @@ clients: $(STAMP) ## build the clients of other languages and run them against l
 chart-test: $(STAMP) ## render the chart with helm 3 and 4, do what images are built by, check both (gets helm)
 	@$(BIN)/python -m pytest -q -rs -n $(JOBS) --dist worksteal --timeout 300 helm/tests docker/tests $(PYTEST_ARGS)
 
+mesh-test: $(STAMP) ## put real proxies and a browser between clients, servers and workers (gets them)
+	@$(BIN)/python -m pytest -q -rs -n $(JOBS) --dist worksteal tests/mesh $(PYTEST_ARGS)
+
 chart-readme: $(STAMP) ## write the table of values in the chart's README
 	@$(BIN)/python scripts/chart_readme.py
 
@@ -65,12 +68,13 @@ fuzz: $(STAMP) ## two minutes of random and broken messages for each door; MANIP
 		tests/contract/test_fuzz_doors.py $(PYTEST_ARGS)
 
 test: $(STAMP) ## run the whole test suite; PYTEST_ARGS="-k name" for a part
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --ignore tests/mesh $(PYTEST_ARGS)
 
 lint: $(STAMP) check-gen ## ruff, mypy --strict, import-linter, buf lint, drift of gen/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/mesh
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
 
@@ -79,6 +83,12 @@ gen: $(STAMP) ## generate gen/ from protos/
 
 check-gen: $(STAMP) ## fail if gen/ is not what protos/ give
 	@$(BIN)/python scripts/generate.py --check 2>/dev/null
+
+descriptors: $(STAMP) ## write build/maniple.binpb, by which proxies turn JSON into calls
+	@$(BIN)/python scripts/descriptor_set.py
+
+web: descriptors ## build the page of clients/web (needs node and npm)
+	@cd clients/web && npm ci --silent --no-audit --no-fund --ignore-scripts && npm run --silent build
 
 breaking: $(STAMP) ## fail if protos/ break clients of AGAINST (default: the branch main)
 	$(BIN)/buf breaking protos --against '.git#ref=$(or $(AGAINST),main),subdir=protos'
@@ -109,5 +119,5 @@ kernels-aot: $(STAMP) ## compile every Triton kernel in every configuration, wit
 	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python -m maniple_kernels.gpu.aot --all $(BENCH_ARGS)
 
 clean: ## remove .venv and caches (not the fetched models)
-	rm -rf clients/{go,java,cpp}/build clients/go/gen clients/node/node_modules
+	rm -rf clients/{go,java,cpp}/build clients/go/gen clients/{node,web}/node_modules clients/web/build
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache ./*.egg-info

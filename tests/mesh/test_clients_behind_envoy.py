@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,18 +11,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from maniple.v1 import inference_pb2, inference_pb2_grpc
-from maniple_client import AsyncClient, TransportLost
+from maniple.v1 import inference_pb2
+from maniple_client import TransportLost
 from support.envoy import Cluster, Door, Envoy, envoys
+from support.mesh_calls import FLAGS, LONG, PROMPT, client, is_idle, request_of, rest, stub_of
 from support.scripted_reference import greedy
 from support.serve_process import INFERENCE, Caller, ServeProcess, serving
 from support.waiting import until
-
-STEP_S = 0.02
-MODEL = "scripted:" + json.dumps({"step_time_s": STEP_S, "sampler": "numpy"})
-FLAGS = ("--model", MODEL, "--num-kv-blocks", "4000", "--max-num-seqs", "64")
-PROMPT = [5, 250, 17, 0, 5]
-LONG = 2000  # tokens: far longer than any test
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +32,6 @@ async def behind(directory: Path, server: ServeProcess, door: Door, **cluster: o
     where = Cluster(addresses=[server.address], **cluster)  # type: ignore[arg-type]
     async with asyncio.timeout(60), envoys(directory, (door, where)) as [one]:
         yield one
-
-
-def client(*addresses: str) -> AsyncClient:
-    return AsyncClient(list(addresses), resume_for_s=5.0)
-
-
-async def is_idle(server: ServeProcess) -> None:
-    """Wait until the server holds nothing."""
-    async with Caller(server) as caller:
-        began = time.monotonic()
-        while any(group.num_running or group.num_waiting for group in (await caller.status()).groups):
-            assert time.monotonic() - began < 5, "something still runs"
-            await asyncio.sleep(0.02)
 
 
 async def test_route_timeout_ends_a_stream_as_transport_loss_and_frees_what_it_held(
@@ -77,12 +57,12 @@ async def test_overflow_of_the_circuit_breaker_is_unavailable_and_leaves_the_oth
 ) -> None:
     async with behind(tmp_path, server, Door(route_timeout_s=0), max_requests=2) as envoy:
         channel = grpc.aio.insecure_channel(envoy.address())
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        calls = [stub.Generate(_request(f"full-{index}", LONG)) for index in range(2)]
+        stub = stub_of(channel)
+        calls = [stub.Generate(request_of(f"full-{index}", LONG)) for index in range(2)]
         for call in calls:
             assert (await call.read()).WhichOneof("event") == "started"
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.Generate(_request("one-too-many", 3)).read()
+            await stub.Generate(request_of("one-too-many", 3)).read()
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "overflow" in str(refused.value.details())
         for call in calls:
@@ -98,14 +78,14 @@ async def test_cap_of_streams_holds_calls_back_and_the_deadline_frees_the_client
     """Beyond a proxy's cap a call hangs without an error: that is why clients set deadlines."""
     async with behind(tmp_path, server, Door(route_timeout_s=0, max_concurrent_streams=1)) as envoy:
         channel = grpc.aio.insecure_channel(envoy.address())
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        first = stub.Generate(_request("holds", LONG))
+        stub = stub_of(channel)
+        first = stub.Generate(request_of("holds", LONG))
         assert (await first.read()).WhichOneof("event") == "started"
         with pytest.raises(grpc.aio.AioRpcError) as late:
-            await stub.Generate(_request("hangs", 3), timeout=0.5).read()
+            await stub.Generate(request_of("hangs", 3), timeout=0.5).read()
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         first.cancel()
-        again = stub.Generate(_request("after", 3), timeout=10)
+        again = stub.Generate(request_of("after", 3), timeout=10)
         events = [event.WhichOneof("event") async for event in again]
         assert events[-1] == "done"
         await channel.close()
@@ -134,7 +114,7 @@ async def test_pings_of_clients_and_of_the_proxy_end_no_quiet_connection(
         await asyncio.sleep(6.5)  # more pings than two strikes
         watching.cancel()
         assert seen == []
-        events = inference_pb2_grpc.InferenceServiceStub(channel).Generate(_request(f"pinged-{upstream_s}", 3))
+        events = stub_of(channel).Generate(request_of(f"pinged-{upstream_s}", 3))
         assert [event.WhichOneof("event") async for event in events][-1] == "done"
         await channel.close()
 
@@ -144,19 +124,19 @@ async def test_retries_of_the_proxy_admit_a_request_once(server: ServeProcess, t
     door = Door(route_timeout_s=0, retry_on="unavailable,cancelled,resource-exhausted")
     async with behind(tmp_path, server, door) as envoy:
         channel = grpc.aio.insecure_channel(envoy.address())
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        call = stub.Generate(_request("once", LONG))
+        stub = stub_of(channel)
+        call = stub.Generate(request_of("once", LONG))
         assert (await call.read()).WhichOneof("event") == "started"
         async with Caller(server) as caller:
             # Aborted from elsewhere: the stream ends with what a proxy might take for a reason to try again.
             await caller.inference.Abort(inference_pb2.AbortRequest(request_id="once"))
-            assert [one.WhichOneof("event") for one in await _rest(call)][-2:] == ["finished", "done"]
+            assert [one.WhichOneof("event") for one in await rest(call)][-2:] == ["finished", "done"]
             assert sum(group.num_running + group.num_waiting for group in (await caller.status()).groups) == 0
         assert envoy.count("cluster.upstream.upstream_rq_retry") == 0
-        running = stub.Generate(_request("again", LONG))
+        running = stub.Generate(request_of("again", LONG))
         assert (await running.read()).WhichOneof("event") == "started"
         with pytest.raises(grpc.aio.AioRpcError) as twice:
-            await stub.Generate(_request("again", 3)).read()
+            await stub.Generate(request_of("again", 3)).read()
         assert twice.value.code() is grpc.StatusCode.ALREADY_EXISTS
         running.cancel()
         await channel.close()
@@ -167,10 +147,10 @@ async def test_large_errors_stay_whole_and_leave_the_connection_open(server: Ser
     """Trailers of more than 8 KiB turn into RESOURCE_EXHAUSTED, of 70 KiB they end everybody's connection."""
     async with behind(tmp_path, server, Door(route_timeout_s=0)) as envoy:
         channel = grpc.aio.insecure_channel(envoy.address())
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        held = stub.Generate(_request("beside", LONG))
+        stub = stub_of(channel)
+        held = stub.Generate(request_of("beside", LONG))
         assert (await held.read()).WhichOneof("event") == "started"
-        request = _request("x" * 300, 3)
+        request = request_of("x" * 300, 3)
         request.sampling.stop.extend("é" * 200 for _ in range(2000))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Generate(request).read()
@@ -215,17 +195,17 @@ async def test_stop_with_grace_finishes_streams_and_moves_new_calls_to_the_other
         async with asyncio.timeout(90), envoys(tmp_path, (Door(route_timeout_s=0), cluster)) as [envoy]:
             await until(lambda: envoy.count("cluster.upstream.membership_healthy") == 2, "both are healthy")
             channel = grpc.aio.insecure_channel(envoy.address())
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            running = [stub.Generate(_request(f"drain-{index}", 150)) for index in range(4)]
+            stub = stub_of(channel)
+            running = [stub.Generate(request_of(f"drain-{index}", 150)) for index in range(4)]
             for call in running:
                 assert (await call.read()).WhichOneof("event") == "started"
             first.signal(signal.SIGTERM)
             await until(lambda: envoy.count("cluster.upstream.membership_healthy") == 1, "the proxy has noticed")
             for index in range(4):
-                ends = [event.WhichOneof("event") async for event in stub.Generate(_request(f"new-{index}", 3))]
+                ends = [event.WhichOneof("event") async for event in stub.Generate(request_of(f"new-{index}", 3))]
                 assert ends[-1] == "done"
             for call in running:
-                tokens = [token for event in await _rest(call) for token in event.chunk.token_ids]
+                tokens = [token for event in await rest(call) for token in event.chunk.token_ids]
                 assert tokens == greedy(PROMPT, 150)
             assert first.exit_code() == 0
             await channel.close()
@@ -242,14 +222,14 @@ async def test_only_server_that_is_not_serving_refuses_what_the_panic_threshold_
                 await caller.admin.PauseGeneration(admin_pb2.PauseGenerationRequest())
                 await until(lambda: envoy.count("cluster.upstream.membership_healthy") == 0, "the proxy has noticed")
                 channel = grpc.aio.insecure_channel(envoy.address())
-                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+                stub = stub_of(channel)
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await stub.Generate(_request("paused", 3)).read()
+                    await stub.Generate(request_of("paused", 3)).read()
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
                 assert "asleep" in str(refused.value.details()) or "paused" in str(refused.value.details())
                 await caller.admin.ResumeGeneration(admin_pb2.ResumeGenerationRequest())
                 await until(lambda: envoy.count("cluster.upstream.membership_healthy") == 1, "it is healthy again")
-                assert [e.WhichOneof("event") async for e in stub.Generate(_request("after", 3))][-1] == "done"
+                assert [e.WhichOneof("event") async for e in stub.Generate(request_of("after", 3))][-1] == "done"
                 await channel.close()
 
 
@@ -258,9 +238,9 @@ async def test_one_connection_of_a_client_is_spread_over_all_servers(tmp_path: P
         cluster = Cluster(addresses=[first.address, second.address])
         async with asyncio.timeout(90), envoys(tmp_path, (Door(route_timeout_s=0), cluster)) as [envoy]:
             channel = grpc.aio.insecure_channel(envoy.address())
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            stub = stub_of(channel)
             for index in range(20):
-                assert [e.WhichOneof("event") async for e in stub.Generate(_request(f"b-{index}", 2))][-1] == "done"
+                assert [e.WhichOneof("event") async for e in stub.Generate(request_of(f"b-{index}", 2))][-1] == "done"
             await channel.close()
             assert sorted(envoy.requests_by_address().values()) == [10, 10]
 
@@ -282,19 +262,3 @@ async def test_old_connections_end_without_cutting_streams(server: ServeProcess,
         for _ in range(2):
             stream = one.generate(token_ids=PROMPT, max_tokens=60, ignore_eos=True, temperature=0.0)
             assert [t async for event in stream for t in getattr(event, "token_ids", ())] == greedy(PROMPT, 60)
-
-
-async def _rest(call: grpc.aio.UnaryStreamCall) -> list[inference_pb2.GenerateResponse]:  # type: ignore[type-arg]
-    """Read a call that was begun to its end."""
-    found = []
-    while (response := await call.read()) is not grpc.aio.EOF:
-        found.append(response)
-    return found
-
-
-def _request(request_id: str, max_tokens: int) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(
-        request_id=request_id,
-        token_ids=inference_pb2.TokenIds(ids=PROMPT),
-        sampling={"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens},
-    )

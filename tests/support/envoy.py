@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from support.platform_tools import envoy
 from support.waiting import until
 
 Config = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
 _TYPE = "type.googleapis.com/envoy.extensions"
 ROUTER: Config = {
     "name": "envoy.filters.http.router",
@@ -138,14 +141,9 @@ class Door:
 class Envoy:
     """A running Envoy."""
 
-    def __init__(self, doors: Sequence[Door], clusters: Sequence[Cluster], directory: Path) -> None:
-        config = {
-            "admin": {"address": _address("127.0.0.1:0")},
-            "static_resources": {
-                "listeners": [door.build() for door in doors],
-                "clusters": [cluster.build() for cluster in clusters],
-            },
-        }
+    def __init__(self, resources: Config, directory: Path) -> None:
+        """Start it with listeners and clusters; relative paths in them are those of the repository."""
+        config = {"admin": {"address": _address("127.0.0.1:0")}, "static_resources": resources}
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "envoy.json"
         path.write_text(json.dumps(config))
@@ -155,7 +153,7 @@ class Envoy:
         words = ["--concurrency", "1", "-l", "warning", "--disable-hot-restart", "--drain-time-s", "2"]
         words += ["--admin-address-path", str(self._admin_file), "--log-path", str(self._log)]
         tool = envoy()
-        self._process = subprocess.Popen([str(tool.path), "-c", str(path), *words], env=dict(tool.env))
+        self._process = subprocess.Popen([str(tool.path), "-c", str(path), *words], env=dict(tool.env), cwd=ROOT)
         self._ports: dict[str, int] = {}
 
     async def start(self) -> None:
@@ -194,9 +192,8 @@ class Envoy:
         [found] = [one for one in told["cluster_statuses"] if one["name"] == cluster]
         counts = {}
         for host in found["host_statuses"]:
-            place = host["address"]["socket_address"]
             stats = {one["name"]: int(one.get("value", 0)) for one in host["stats"]}
-            counts[f"{place['address']}:{place['port_value']}"] = stats["rq_total"]
+            counts[_text(host["address"])] = stats["rq_total"]
         return counts
 
     def drain(self) -> None:
@@ -214,20 +211,45 @@ class Envoy:
 
 @asynccontextmanager
 async def envoys(
-    directory: Path, *ends: tuple[Door | Sequence[Door], Cluster | Sequence[Cluster]]
+    directory: Path, *ends: tuple[Door | Sequence[Door], Cluster | Sequence[Cluster]] | Config
 ) -> AsyncIterator[list[Envoy]]:
-    """Run one for each of ``ends`` until the block ends."""
+    """Run one for each of ``ends``, or with such static resources, until the block ends."""
     running: list[Envoy] = []
     try:
-        for index, (doors, clusters) in enumerate(ends):
-            doors = [doors] if isinstance(doors, Door) else doors
-            clusters = [clusters] if isinstance(clusters, Cluster) else clusters
-            running.append(Envoy(doors, clusters, directory / f"envoy-{index}"))
+        for index, end in enumerate(ends):
+            resources = end if isinstance(end, dict) else _resources(*end)
+            running.append(Envoy(resources, directory / f"envoy-{index}"))
         await asyncio.gather(*(one.start() for one in running))
         yield running
     finally:
         for one in running:
             one.end()
+
+
+def recommended(*addresses: str) -> Config:
+    """Return what docs/proxies/envoy.yaml has, before these servers and at a port of its own."""
+    resources: Config = yaml.safe_load((ROOT / "docs/proxies/envoy.yaml").read_text())["static_resources"]
+    resources["listeners"][0]["address"] = _address("127.0.0.1:0")
+    [cluster] = resources["clusters"]
+    endpoints = [{"endpoint": {"address": _address(one)}} for one in addresses]
+    cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
+    if any(one.startswith("unix:") for one in addresses):
+        cluster["type"] = "STATIC"
+    return resources
+
+
+def _resources(doors: Door | Sequence[Door], clusters: Cluster | Sequence[Cluster]) -> Config:
+    return {
+        "listeners": [one.build() for one in ([doors] if isinstance(doors, Door) else doors)],
+        "clusters": [one.build() for one in ([clusters] if isinstance(clusters, Cluster) else clusters)],
+    }
+
+
+def _text(address: Config) -> str:
+    if "pipe" in address:
+        return f"unix:{address['pipe']['path']}"
+    place = address["socket_address"]
+    return f"{place['address']}:{place['port_value']}"
 
 
 def _address(text: str) -> Config:

@@ -89,7 +89,11 @@ class LiveGroup:
         """Run steps one after another."""
         for _ in range(count):
             step = self.send_step()
-            await until(lambda step=step: step in self.result_steps or self.losses, f"result of step {step}")
+
+            def is_over(step: int = step) -> bool:
+                return step in self.result_steps or bool(self.losses)
+
+            await until(is_over, f"result of step {step}")
 
     async def lost(self, *, within_s: float) -> LossReason:
         """Wait for the verdict."""

@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane.announcement import Announcement, Ready
 from control_plane.cli.announcements import from_json
-from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 from support.faults import is_alive
 from support.scripted_reference import greedy
 
@@ -161,12 +161,14 @@ class Stream:
         request = inference_pb2.GenerateRequest(
             request_id=request_id,
             token_ids=inference_pb2.TokenIds(ids=prompt),
-            sampling={"temperature": 0.0, "ignore_eos": True, **sampling, "max_tokens": max_tokens},
+            sampling=sampling_pb2.SamplingParams(
+                **{"temperature": 0.0, "ignore_eos": True, **sampling, "max_tokens": max_tokens}  # type: ignore[arg-type]
+            ),
         )
-        self._call = stub.Generate(request)
+        self._call: Any = stub.Generate(request)
         self.task = asyncio.create_task(self._read(self._call))
 
-    async def _read(self, call: grpc.aio.UnaryStreamCall) -> None:  # type: ignore[type-arg]
+    async def _read(self, call: Any) -> None:
         try:
             async for response in call:
                 match response.WhichOneof("event"):

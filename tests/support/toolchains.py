@@ -40,7 +40,7 @@ def debian(packages: Sequence[str]) -> Path:
         raise Unavailable("this is no Debian: apt-get is missing")
     release = _release()
     key = hashlib.sha256("\n".join([release, *sorted(packages)]).encode()).hexdigest()[:12]
-    with _locked(cache_directory()) as cache:
+    with locked(cache_directory()) as cache:
         root = cache / f"{release}-{key}"
         if not root.is_dir():
             unpacked = cache / f"{release}-{key}.part"
@@ -54,7 +54,7 @@ def debian(packages: Sequence[str]) -> Path:
 
 def pypi(requirement: str) -> Path:
     """Return a directory under which this wheel, ``NAME==VERSION``, lies unpacked; nothing that it needs beside it."""
-    with _locked(cache_directory()) as cache:
+    with locked(cache_directory()) as cache:
         root = cache / requirement.replace("==", "-")
         if not root.is_dir():
             unpacked = cache / f"{root.name}.part"
@@ -73,7 +73,7 @@ def pypi(requirement: str) -> Path:
 
 def environment_of(requirement: str) -> Path:
     """Return a virtual environment that holds this requirement, ``NAME==VERSION``, and what it needs."""
-    with _locked(cache_directory()) as cache:
+    with locked(cache_directory()) as cache:
         root = cache / f"venv-{requirement.replace('==', '-')}"
         if not (root / "complete").exists():
             shutil.rmtree(root, ignore_errors=True)
@@ -142,7 +142,7 @@ def _run(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, s
 
 
 @contextmanager
-def _locked(cache: Path) -> Iterator[Path]:
+def locked(cache: Path) -> Iterator[Path]:
     """Let one process at a time download."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / ".lock").open("w") as lock:
