@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from control_plane.config import ControlPlaneConfig
 from control_plane.delta_recorder import DeltaRecorder, GroupRecording
@@ -183,7 +184,7 @@ def observed_engine(
     wanted = {way: (name, watcher) for way, name, watcher in ways if watcher is not None}
     if not wanted:
         return Engine
-    made: type[Engine] = type("ObservedEngine", (*wanted, Engine), {})
+    made: Any = type("ObservedEngine", (*wanted, Engine), {})
     return partial(made, **dict(wanted.values()))
 
 

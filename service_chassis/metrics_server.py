@@ -69,7 +69,7 @@ class MetricsServer:
         host, _, port = address.rpartition(":")
         made = type("_Server", (_Server,), {"address_family": _family(host.strip("[]"), int(port))})
         try:
-            self._server = make_server(host.strip("[]"), int(port), make_wsgi_app(registry), made, _Handler)
+            self._server: WSGIServer = make_server(host.strip("[]"), int(port), make_wsgi_app(registry), made, _Handler)
         except OSError as error:
             fault = ("metrics_listen", address, f"cannot be bound: {error.strerror or error}")
             raise ConfigurationError([fault]) from error

@@ -76,20 +76,21 @@ def _watch_live(client: Client, address: str, interval_s: float) -> int:
     with Live(screen=False, auto_refresh=False) as live:
         while True:
             try:
-                live.update(_table(rows(client.status(), address)), refresh=True)
+                live.update(table(rows(client.status(), address)), refresh=True)
             except ManipleError as error:
                 # A server that restarts comes back by itself.
-                live.update(_table([("server", address), ("state", f"no answer: {error.message}")]), refresh=True)
+                live.update(table([("server", address), ("state", f"no answer: {error.message}")]), refresh=True)
             time.sleep(interval_s)
 
 
-def _table(facts: list[tuple[str, str]]) -> Table:
+def table(facts: list[tuple[str, str]]) -> Table:
+    """Lay out what ``rows`` returns, for a terminal."""
     from rich.table import Table
 
-    table = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2))
     for name, value in facts:
-        table.add_row(f"[bold]{name}[/bold]" if name else "", value)
-    return table
+        grid.add_row(f"[bold]{name}[/bold]" if name else "", value)
+    return grid
 
 
 def rows(status: admin_pb2.GetStatusResponse, address: str) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import re
 from control_plane.group.loss import LossKind, LossReason
 
 # Behind the name of the rank, or of the group, in the order of the watchdog's own questions.
-_CAUSES = (
+_CAUSES: tuple[tuple[str, str], ...] = (
     ("exited", r"exited: "),
     ("failed", r"failed|gave an answer|refused|says that|sent the result"),
     ("restarted", r"restarted"),

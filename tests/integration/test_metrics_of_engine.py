@@ -60,6 +60,8 @@ async def test_requests_are_counted_with_their_tokens_and_times() -> None:
     assert 0 < number(values["vllm:inter_token_latency_seconds",]) <= num_tokens - 4
     assert total(values["vllm:inter_token_latency_seconds",]) <= 4 * took_s
     runs, bookkeeping = values["maniple_steps_total", "run"], values["maniple_steps_total", "apply_only"]
+    assert isinstance(runs, float | int)
+    assert isinstance(bookkeeping, float | int)
     assert runs + bookkeeping == num_steps
     assert number(values["maniple_delta_bytes",]) == num_steps
     for phase in ("schedule", "send"):

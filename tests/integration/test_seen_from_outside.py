@@ -88,7 +88,7 @@ async def _scrapes(directory: Path) -> dict[str, str]:
     [health] = free_ports(2, consecutive=True)[:1]
     addresses = [f"127.0.0.1:{port}" for port in ports]
     flags = ("--metrics-listen", f"127.0.0.1:{first_metrics}", "--orphan-grace-s", "30")
-    found = {}
+    found: dict[str, str] = {}
     with ExitStack() as stack:
         workers = stack.enter_context(worker_processes(addresses[0], f"127.0.0.1:{health}", 2, *flags))
 
@@ -185,7 +185,7 @@ def test_promtool_finds_nothing_wrong_but_the_colons_of_vllms_names(scrapes: dic
 
 def expressions() -> dict[str, str]:
     """Of alerts and panels, as Prometheus gets them."""
-    found = {}
+    found: dict[str, str] = {}
     for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]:
         found |= {f"alert {rule['alert']}": rule["expr"] for rule in group["rules"]}
     for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]:

@@ -118,7 +118,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 async def test_spans_reach_a_collector_before_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     monkeypatch.setitem(os.environ, "OTEL_SERVICE_NAME", "chat-backend")
