@@ -127,14 +127,17 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def convert(source: Path, target: Path, progress: Progress) -> None:
+def convert(source: Path, target: Path, progress: Progress, *, keep_blocks: bool = False) -> None:
     """Convert a GGUF file into the directory ``target``, which appears whole or not at all.
+
+    With ``keep_blocks`` weights in 8 and 4 bits stay so, for workers that compute with them.
 
     In a process of its own: conversion needs what only workers have installed, and reading the vocabulary holds the GIL
     for seconds.
     """
     progress("convert", 0.0, source.name)
     command = [sys.executable, "-m", "worker_service.models.gguf_convert", str(source), str(target)]
+    command += ["--keep-blocks"] if keep_blocks else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as converter:
         assert converter.stdout is not None
         assert converter.stderr is not None

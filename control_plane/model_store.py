@@ -19,6 +19,7 @@ from service_chassis.scripted import parse_scripted
 # What the header of a GGUF file holds (fields and tensor names) fits; a digest of gigabytes would take minutes.
 _HEADER_BYTES = 16 * 1024 * 1024
 _LOCK_POLL_S = 0.1
+_BLOCKS = "-blocks"  # behind the name of a directory whose weights stay quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,12 @@ def cache_directory() -> Path:
 
 
 def resolve_model(
-    spec: str, progress: Progress, *, cache: Path | None = None, workers_elsewhere: bool = False
+    spec: str,
+    progress: Progress,
+    *,
+    cache: Path | None = None,
+    workers_elsewhere: bool = False,
+    keep_blocks: bool = False,
 ) -> ModelPlace:
     """Return where ``spec`` lies. Blocks, for minutes when something must be fetched.
 
@@ -56,6 +62,8 @@ def resolve_model(
             work, with the processes that were started for it; the next call goes on where this one stopped.
         cache: default ``cache_directory()``.
         workers_elsewhere: they may have a directory that this machine has not.
+        keep_blocks: of GGUF files, the demo model's too, weights in 8 and 4 bits stay so. In a directory of its own,
+            beside that with bfloat16.
     Raises:
         ConfigurationError: there is no such model, or it cannot be had; a sentence says why.
         InvalidParameter: the string of a scripted model is wrong.
@@ -65,7 +73,7 @@ def resolve_model(
         return ModelPlace(path=spec, source="scripted", name="scripted")
     if spec == "demo":
         with _storing(models, spec):
-            return ModelPlace(path=str(_demo(models, progress)), source=spec, name=spec)
+            return ModelPlace(path=str(_demo(models, progress, keep_blocks)), source=spec, name=spec)
     path = Path(spec).expanduser()
     if path.is_dir():
         return ModelPlace(path=str(path.resolve()), source=spec, name=path.resolve().name)
@@ -73,7 +81,8 @@ def resolve_model(
         if path.suffix != ".gguf":
             raise ConfigurationError([("model", spec, "is a file, but not a .gguf file")])
         with _storing(models, spec):
-            return ModelPlace(path=str(_converted(path.resolve(), models, progress)), source=spec, name=path.stem)
+            converted = _converted(path.resolve(), models, progress, keep_blocks)
+        return ModelPlace(path=str(converted), source=spec, name=path.stem)
     if rule := missing_rule(spec, workers_elsewhere=workers_elsewhere):
         raise ConfigurationError([("model", spec, rule)])
     if looks_like_path(spec):
@@ -81,7 +90,7 @@ def resolve_model(
     return ModelPlace(path=str(model_sources.fetch_from_hub(spec, progress)), source=spec, name=spec)
 
 
-def place_model(spec: str, target: Path, progress: Progress, *, revision: str = "") -> bool:
+def place_model(spec: str, target: Path, progress: Progress, *, revision: str = "", keep_blocks: bool = False) -> bool:
     """Fetch ``spec`` into the directory ``target``, converted where that is needed. One that is whole is kept.
 
     The directory appears in one piece, so that nobody reads half a model; what is under way lies beside it, and another
@@ -93,10 +102,10 @@ def place_model(spec: str, target: Path, progress: Progress, *, revision: str = 
         ConfigurationError: as ``resolve_model``; or ``spec`` is a directory, or a scripted model, which has no files.
     """
     with _storing(target, spec):
-        return _place(spec, target, progress, revision)
+        return _place(spec, target, progress, revision, keep_blocks)
 
 
-def _place(spec: str, target: Path, progress: Progress, revision: str) -> bool:
+def _place(spec: str, target: Path, progress: Progress, revision: str, keep_blocks: bool) -> bool:
     if _is_complete(target):
         return False
     if target.exists() and any(target.iterdir()):
@@ -117,7 +126,7 @@ def _place(spec: str, target: Path, progress: Progress, revision: str) -> bool:
             )
             shutil.rmtree(whole / ".cache", ignore_errors=True)  # the hub client's notes
         else:
-            whole = Path(resolve_model(spec, progress, cache=work).path)
+            whole = Path(resolve_model(spec, progress, cache=work, keep_blocks=keep_blocks).path)
         if target.exists():
             target.rmdir()
         whole.rename(target)
@@ -162,32 +171,32 @@ def list_models(*, cache: Path | None = None) -> list[StoredModel]:
     return found
 
 
-def _demo(models: Path, progress: Progress) -> Path:
-    target = models / "demo"
+def _demo(models: Path, progress: Progress, keep_blocks: bool) -> Path:
+    target = models / ("demo" + _BLOCKS if keep_blocks else "demo")
     if not _is_complete(target):
-        _fetch_demo(models, target, progress)
+        _fetch_demo(models, target, progress, keep_blocks)
     model_sources.add_demo_sampling(target)  # also to one that an earlier release cached
     return target
 
 
-def _fetch_demo(models: Path, target: Path, progress: Progress) -> None:
+def _fetch_demo(models: Path, target: Path, progress: Progress, keep_blocks: bool) -> None:
     with _locked(target, progress):
         if not _is_complete(target):
             # Kept until the model is whole, so that a second try goes on where the first was killed.
-            work = models / ".demo.work"
+            work = models / f".{target.name}.work"
             work.mkdir(parents=True, exist_ok=True)
             weights = model_sources.fetch_demo(work, progress)
-            model_sources.convert(weights, target, progress)
+            model_sources.convert(weights, target, progress, keep_blocks=keep_blocks)
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _converted(source: Path, models: Path, progress: Progress) -> Path:
-    target = models / f"{source.stem}-{_fingerprint(source)}"
+def _converted(source: Path, models: Path, progress: Progress, keep_blocks: bool) -> Path:
+    target = models / f"{source.stem}-{_fingerprint(source)}{_BLOCKS if keep_blocks else ''}"
     if _is_complete(target):
         return target
     with _locked(target, progress):
         if not _is_complete(target):
-            model_sources.convert(source, target, progress)
+            model_sources.convert(source, target, progress, keep_blocks=keep_blocks)
     return target
 
 

@@ -238,7 +238,12 @@ class ControlPlane:
 
     def _find_model(self) -> ModelPlace:
         workers_elsewhere = self._config.executor in (REMOTE, RAY)
-        return resolve_model(self._config.model, self._model_progress, workers_elsewhere=workers_elsewhere)
+        return resolve_model(
+            self._config.model,
+            self._model_progress,
+            workers_elsewhere=workers_elsewhere,
+            keep_blocks=self._config.quantization != "none",
+        )
 
     def _model_progress(self, what: str, share: float, detail: str) -> None:
         if self._stopping.is_set():  # ends the program that fetches or converts
@@ -342,13 +347,13 @@ class ControlPlane:
         group = name if config.num_groups > 1 else ""  # for people: one group needs no name
 
         trace = GroupTrace(self._trace, index) if self._trace is not None else None
+        meters = self._meters.group(name) if self._meters is not None else None
+        spans = RequestSpans(self._spans.tracer, config.served_model_name[0]) if self._spans is not None else None
 
         def formed_anew(facts: GroupFacts) -> None:
             self._facts[name] = facts
             self._announce_ready()
 
-        meters = self._meters.group(name) if self._meters is not None else None
-        spans = RequestSpans(self._spans.tracer, config.served_model_name[0]) if self._spans is not None else None
         def make_group() -> WorkerGroup:
             address = config.advertise_address or self._address
             made = build_group(
@@ -377,13 +382,13 @@ class ControlPlane:
                 survivors=survivors,
                 grammars=self._grammars,
                 trace=trace,
+                meters=meters,
+                spans=spans,
             ),
             on_group_loss=OnGroupLoss(config.on_group_loss),
             backoff=Backoff(config.max_group_failures),
             prepare=prepare,
             progress=lambda stage, rank, share, detail: self._announce(
-                meters=meters,
-                spans=spans,
                 StageProgress(stage, rank, share, detail, group)
             ),
             on_lost=lambda reason, retry_in_s: self._announce(Lost(reason, retry_in_s, group)),

@@ -104,6 +104,8 @@ class ScriptedRunner:
     def load_model(self, options: LoadOptions, progress: Progress) -> ModelFacts:
         if options.dtype not in ("auto", "float32"):
             raise InvalidParameter("dtype", options.dtype, "the scripted model computes in float32")
+        if options.quantization != "none":
+            raise InvalidParameter("quantization", options.quantization, "the scripted model has no weights")
         if options.max_model_len > self._options.max_position:
             rule = f"must be at most the model's {self._options.max_position}"
             raise InvalidParameter("max_model_len", options.max_model_len, rule)

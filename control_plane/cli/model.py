@@ -40,6 +40,11 @@ def parser() -> argparse.ArgumentParser:
     )
     fetch.add_argument("model", metavar="NAME", help="demo, a hub id, or a .gguf file")
     fetch.add_argument(
+        "--keep-blocks",
+        action="store_true",
+        help="keep the weights of demo or a .gguf file in 8 and 4 bits, as a server with --quantization takes them",
+    )
+    fetch.add_argument(
         "--to",
         metavar="DIRECTORY",
         type=Path,
@@ -66,10 +71,13 @@ def run(argv: Sequence[str]) -> int:
     if arguments.revision and arguments.to is None:
         print("maniple model fetch: --revision needs --to: the cache has one revision of a model", file=sys.stderr)
         return USAGE
-    return _fetch(arguments.model, arguments.to, arguments.revision)
+    if arguments.keep_blocks and arguments.model != "demo" and not arguments.model.endswith(".gguf"):
+        print("maniple model fetch: --keep-blocks is for demo and .gguf files: others have no blocks", file=sys.stderr)
+        return USAGE
+    return _fetch(arguments.model, arguments.to, arguments.revision, keep_blocks=arguments.keep_blocks)
 
 
-def _fetch(model: str, to: Path | None, revision: str) -> int:
+def _fetch(model: str, to: Path | None, revision: str, *, keep_blocks: bool) -> int:
     faults = model_faults(model)
     if faults:
         print(f"maniple model fetch: {model}: {faults[0][2]}", file=sys.stderr)
@@ -85,10 +93,12 @@ def _fetch(model: str, to: Path | None, revision: str) -> int:
 
         try:
             if to is None:
-                place = resolve_model(model, progress)
+                place = resolve_model(model, progress, keep_blocks=keep_blocks)
                 where, start = f"{place.name} is in {place.path}", model
             else:
-                is_new = place_model(model, to.expanduser().absolute(), progress, revision=revision)
+                is_new = place_model(
+                    model, to.expanduser().absolute(), progress, revision=revision, keep_blocks=keep_blocks
+                )
                 where = f"{model} is in {to}" if is_new else f"{to} holds a model already, which is kept"
                 start = str(to)
         except ConfigurationError as error:
@@ -102,7 +112,8 @@ def _fetch(model: str, to: Path | None, revision: str) -> int:
     if reason:
         print(f"maniple model fetch: {model}: {reason}", file=sys.stderr)
         return FAILURE
-    print(f"{where}. Now type: {command_name()} serve --model {start}")
+    flags = " --quantization q4" if keep_blocks else ""
+    print(f"{where}. Now type: {command_name()} serve --model {start}{flags}")
     return OK
 
 

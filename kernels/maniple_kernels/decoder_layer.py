@@ -129,10 +129,9 @@ class DecoderLayers:
         self._look_at(kv)
         sizes = shape.num_kv_heads, group, shape.head_dim, kv[0][0].shape[3], width
         stream, tokens = flat(residual), (positions.numpy(), slots.numpy())
-        run = run_quantized_layer if self._is_quantized else run_layer
-        use_threads(num_tokens * shape.size * (width + 3 * shape.inner_size))
+        num_threads = use_threads(num_tokens * shape.size * (width + 3 * shape.inner_size))
         for (products, norms, numbers), cache in zip(self._weights, self._caches, strict=True):
-            run(
+            arguments = (
                 stream,
                 num_tokens,
                 shape.size,
@@ -147,6 +146,10 @@ class DecoderLayers:
                 sizes,
                 numbers,
             )
+            if self._is_quantized:
+                run_quantized_layer(*arguments, num_threads)
+            else:
+                run_layer(*arguments)
 
     def _make_room(self, num_tokens: int, width: int) -> None:
         if num_tokens <= self._num_tokens:
@@ -154,11 +157,13 @@ class DecoderLayers:
         from maniple_kernels.cpu.simd import flat
 
         shape = self._shape
-        sizes = [shape.size, width, shape.num_heads * shape.head_dim, shape.inner_size]
-        types = [self._dtype, torch.float32, self._dtype, self._dtype]
+        attended_size = shape.num_heads * shape.head_dim
         if self._is_quantized:
-            sizes.insert(3, 2 * shape.inner_size)
-            types = [torch.float32] * 5
+            sizes = [width, attended_size, 2 * shape.inner_size, shape.inner_size]
+            types = [torch.float32] * 4
+        else:
+            sizes = [shape.size, width, attended_size, shape.inner_size]
+            types = [self._dtype, torch.float32, self._dtype, self._dtype]
         self._buffers = tuple(
             flat(torch.empty(num_tokens * size, dtype=dtype)) for size, dtype in zip(sizes, types, strict=True)
         )

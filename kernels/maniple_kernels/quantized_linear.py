@@ -136,7 +136,7 @@ def quantized_linear(x: Tensor, weights: GroupedWeights, bias: Tensor | None, dt
     out = torch.empty((num_rows, num_tiles * _LANES))
     if num_rows == 0:
         return out[:, : weights.num_outputs].to(dtype)
-    use_threads(num_rows * weights.num_inputs * num_tiles * _LANES)
+    num_threads = use_threads(num_rows * weights.num_inputs * num_tiles * _LANES)
     multiply_rows(
         flat(x),
         num_rows,
@@ -145,13 +145,14 @@ def quantized_linear(x: Tensor, weights: GroupedWeights, bias: Tensor | None, dt
         _NO_BIAS if bias is None else flat(bias),
         num_tiles,
         flat(out),
+        num_threads,
     )
     return out[:, : weights.num_outputs].to(dtype).contiguous()
 
 
 def arrays_of(weights: GroupedWeights) -> tuple[Any, Any, Any]:
-    """Return codes, scales and least weights as the kernels take them, which share the tensors' memory."""
+    """Return codes, scales and least weights as the kernels take them, sharing the tensors' memory; none are empty."""
     from maniple_kernels.cpu.simd import flat
 
-    leasts = None if weights.leasts is None else flat(weights.leasts.view(torch.uint16))
-    return flat(weights.codes), flat(weights.scales.view(torch.uint16)), leasts
+    leasts = torch.empty(0, dtype=torch.float16) if weights.leasts is None else weights.leasts
+    return flat(weights.codes), flat(weights.scales.view(torch.uint16)), flat(leasts.view(torch.uint16))

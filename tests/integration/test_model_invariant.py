@@ -72,6 +72,13 @@ def test_scores_have_the_same_bits_on_tiny_models(tmp_path: Path, config: dict[s
     check_scores(tmp_path, tokens, 67, num_threads=num_threads)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "q4"])
+def test_scores_of_quantized_weights_have_the_same_bits(tmp_path: Path, quantization: str) -> None:
+    write_checkpoint(tmp_path, TINY["mistral in panels"])
+    tokens = [random.Random(3).randrange(211) for _ in range(75)]
+    check_scores(tmp_path, tokens, 67, num_threads=2, quantization=quantization)
+
+
 def test_scores_have_the_same_bits_on_the_demo_model() -> None:
     tokens = [random.Random(3).randrange(49152) for _ in range(52)]
     check_scores(demo_directory(), tokens, 49, num_threads=2)

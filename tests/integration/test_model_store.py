@@ -31,10 +31,12 @@ class FakeConverter:
 
     def __init__(self) -> None:
         self.calls: list[Path] = []
+        self.kept_blocks = False  # by the last call
         self.before_it_is_whole: Callable[[Path], None] = lambda target: None
 
-    def __call__(self, source: Path, target: Path, progress: Progress) -> None:
+    def __call__(self, source: Path, target: Path, progress: Progress, *, keep_blocks: bool = False) -> None:
         self.calls.append(source)
+        self.kept_blocks = keep_blocks
         self.before_it_is_whole(target)
         staging = target.parent / f".{target.name}-new"
         staging.mkdir(parents=True)
@@ -96,6 +98,20 @@ def test_gguf_is_converted_once_until_it_changes(tmp_path: Path, converter: Fake
     assert second.path != first.path
     assert len(converter.calls) == 2
     assert [model.path for model in list_models(cache=tmp_path)] == sorted([Path(first.path), Path(second.path)])
+
+
+def test_gguf_with_its_blocks_lies_in_a_directory_of_its_own(tmp_path: Path, converter: FakeConverter) -> None:
+    path = gguf_file(tmp_path)
+    plain = resolve_model(str(path), silent, cache=tmp_path)
+    assert not converter.kept_blocks
+    blocks = resolve_model(str(path), silent, cache=tmp_path, keep_blocks=True)
+    assert converter.kept_blocks
+    assert (blocks.name, blocks.path) == ("tiny", plain.path + "-blocks")
+    assert resolve_model(str(path), silent, cache=tmp_path, keep_blocks=True) == blocks
+    assert len(converter.calls) == 2
+    place_model(str(path), tmp_path / "placed", silent, keep_blocks=True)
+    assert converter.kept_blocks
+    assert (tmp_path / "placed/config.json").exists()
 
 
 def test_model_is_placed_in_one_piece_where_it_is_wanted(tmp_path: Path, converter: FakeConverter) -> None:

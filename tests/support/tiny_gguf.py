@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,15 @@ def interleave(rows: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.
 
 
 def write_gguf(
-    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, architecture: str = "llama", **tokenizer: Any
+    path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    *,
+    architecture: str = "llama",
+    kinds: Mapping[str, str] | None = None,
+    **tokenizer: Any,
 ) -> Path:
-    """Write the model; ``tokenizer`` replaces values of ``tokenizer.ggml.*``."""
+    """Write the model; ``kinds`` names tensors in blocks, ``tokenizer`` replaces values of ``tokenizer.ggml.*``."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -90,7 +97,11 @@ def write_gguf(
             values = interleave(values, config["num_attention_heads"])
         elif architecture == "llama" and ".k_proj." in name:
             values = interleave(values, config["num_key_value_heads"])
-        writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
+        if kind := (kinds or {}).get(name):
+            quantization = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(gguf_name(name), gguf.quantize(values, quantization), raw_dtype=quantization)
+        else:
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,11 +1,13 @@
 """Convert a GGUF file once into the directory that a worker loads.
 
-``python -m worker_service.models.gguf_convert SRC DST``.
+``python -m worker_service.models.gguf_convert SRC DST [--keep-blocks]``.
 
 The directory holds bfloat16 ``model.safetensors``, ``config.json``, ``tokenizer.json``, ``tokenizer_config.json`` and
-``generation_config.json``. It appears whole or not at all. Run it as a process of its own: reading the vocabulary holds
-the GIL for seconds. Standard output carries one JSON object a line: ``{"event": "progress", "share", "what"}``, then
-``{"event": "done", "path"}`` or ``{"event": "failed", "error"}`` with exit code 1.
+``generation_config.json``. With ``--keep-blocks`` weights in blocks of a kind that can be computed with stay as they
+are, [outputs, bytes of a row], and ``quantization_config`` in ``config.json`` names them. The directory appears whole
+or not at all. Run it as a process of its own: reading the vocabulary holds the GIL for seconds. Standard output carries
+one JSON object a line: ``{"event": "progress", "share", "what"}``, then ``{"event": "done", "path"}`` or
+``{"event": "failed", "error"}`` with exit code 1.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from service_chassis.errors import InvalidParameter
+from worker_service.models.config import BLOCK_KINDS, GGUF_BLOCKS
 from worker_service.models.gguf_tokenizer import GgufVocabulary, adds_bos, build_tokenizer
-from worker_service.models.safetensors_file import write_bfloat16_safetensors
+from worker_service.models.safetensors_file import write_safetensors
 
 Report = Callable[[float, str], None]
 FloatArray = npt.NDArray[np.float32]
+WeightArray = npt.NDArray[np.float32 | np.uint8]
 
 # GGUF architecture -> (transformers class, model_type, whether llama.cpp permuted q and k for its interleaved RoPE)
 _ARCHITECTURES = {
@@ -57,8 +61,14 @@ _IN_LAYER = {
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
-def convert(source: Path, target: Path, report: Report) -> None:
+def convert(source: Path, target: Path, report: Report, *, keep_blocks: bool = False) -> None:
     """Convert ``source`` into the directory ``target``; a directory that is there already is replaced.
+
+    Args:
+        source: a GGUF file.
+        target: a directory.
+        report: is told the share that is done, and what comes next.
+        keep_blocks: leave weights in blocks of ``BLOCK_KINDS`` as they are.
 
     Raises:
         InvalidParameter: the file is no GGUF, is damaged, or holds a model or tokenizer that is not supported.
@@ -67,6 +77,9 @@ def convert(source: Path, target: Path, report: Report) -> None:
     reader = _open(source)
     fields = _Fields(reader)
     config = _model_config(fields, reader)
+    blocks = _blocks_to_keep(reader) if keep_blocks else {}
+    if blocks:
+        config["quantization_config"] = {"quant_method": GGUF_BLOCKS, "tensors": blocks}
     report(0.2, "building the tokenizer")
     vocabulary = _vocabulary(fields)
     tokenizer = build_tokenizer(vocabulary)
@@ -78,7 +91,7 @@ def convert(source: Path, target: Path, report: Report) -> None:
         _write_json(staging / "config.json", config)
         _write_json(staging / "tokenizer_config.json", _tokenizer_config(fields, vocabulary, config))
         _write_json(staging / "generation_config.json", _generation_config(fields))
-        _write_weights(staging / "model.safetensors", reader, config, report)
+        _write_weights(staging / "model.safetensors", reader, config, blocks, report)
         staging.chmod(0o755)
         _replace(staging, target)
     finally:
@@ -254,28 +267,39 @@ def _weight_name(name: str) -> str:
     return f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}"
 
 
-def _write_weights(path: Path, reader: gguf.GGUFReader, config: Mapping[str, Any], report: Report) -> None:
+def _blocks_to_keep(reader: gguf.GGUFReader) -> dict[str, str]:
+    """Return which tensors stay in blocks, and of which kind."""
+    kinds = {t.name: t.tensor_type.name for t in reader.tensors if t.name != _ROPE_FREQUENCIES}
+    return {_weight_name(name): kind for name, kind in kinds.items() if kind in BLOCK_KINDS}
+
+
+def _write_weights(
+    path: Path, reader: gguf.GGUFReader, config: Mapping[str, Any], blocks: Mapping[str, str], report: Report
+) -> None:
     tensors = [tensor for tensor in reader.tensors if tensor.name != _ROPE_FREQUENCIES]
     # GGUF lists the fastest dimension first.
     shapes = {_weight_name(t.name): tuple(int(size) for size in reversed(t.shape)) for t in tensors}
+    # The reader has the bytes of blocks row by row already.
+    shapes |= {name: t.data.shape for t in tensors if (name := _weight_name(t.name)) in blocks}
     permuted = next(p for name, _, p in _ARCHITECTURES.values() if name == config["architectures"][0])
 
-    def values() -> Iterator[tuple[str, FloatArray]]:
+    def values() -> Iterator[tuple[str, WeightArray]]:
         for index, tensor in enumerate(tensors):
             name = _weight_name(tensor.name)
             if index % 16 == 0:
-                report(0.3 + 0.7 * index / len(tensors), f"dequantizing {name}")
-            weights = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shapes[name])
+                report(0.3 + 0.7 * index / len(tensors), f"{'copying' if name in blocks else 'dequantizing'} {name}")
+            weights = tensor.data if name in blocks else gguf.dequantize(tensor.data, tensor.tensor_type)
+            weights = weights.reshape(shapes[name])
             if permuted and ".self_attn.q_proj." in name:
                 weights = _unpermute(weights, config["num_attention_heads"])
             elif permuted and ".self_attn.k_proj." in name:
                 weights = _unpermute(weights, config["num_key_value_heads"])
             yield name, weights
 
-    write_bfloat16_safetensors(path, shapes, values())
+    write_safetensors(path, shapes, values(), in_bytes=blocks)
 
 
-def _unpermute(weights: FloatArray, num_heads: int) -> FloatArray:
+def _unpermute(weights: WeightArray, num_heads: int) -> WeightArray:
     """Undo llama.cpp's order of a head's rows: pairs (x0, x_half) side by side become two halves again."""
     half = weights.shape[0] // num_heads // 2
     return weights.reshape(num_heads, half, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
@@ -291,12 +315,18 @@ def _say(event: str, **facts: object) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run as a process; see the module."""
-    if len(arguments) != 2:
-        print("usage: python -m worker_service.models.gguf_convert SRC DST", file=sys.stderr)
+    keep_blocks = "--keep-blocks" in arguments
+    paths = [Path(argument) for argument in arguments if argument != "--keep-blocks"]
+    if len(paths) != 2:
+        print("usage: python -m worker_service.models.gguf_convert SRC DST [--keep-blocks]", file=sys.stderr)
         return 2
-    source, target = Path(arguments[0]), Path(arguments[1])
+    source, target = paths
+
+    def report(share: float, what: str) -> None:
+        _say("progress", share=round(share, 3), what=what)
+
     try:
-        convert(source, target, lambda share, what: _say("progress", share=round(share, 3), what=what))
+        convert(source, target, report, keep_blocks=keep_blocks)
     except (InvalidParameter, OSError) as error:
         _say("failed", error=str(error))
         return 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,20 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def write_bfloat16_safetensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, npt.NDArray[np.float32]]]
+def write_safetensors(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, npt.NDArray[np.float32 | np.uint8]]],
+    *,
+    in_bytes: Container[str] = (),
 ) -> None:
-    """Write ``tensors``, which come in the order of ``shapes``, rounded to bfloat16."""
+    """Write ``tensors``, which come in the order of ``shapes``: those ``in_bytes`` as they are, others as bfloat16."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
-        end = offset + math.prod(shape) * BFLOAT16_BYTES
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        kind, size = ("U8", 1) if name in in_bytes else ("BF16", BFLOAT16_BYTES)
+        end = offset + math.prod(shape) * size
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors start aligned
@@ -42,5 +47,9 @@ def write_bfloat16_safetensors(
         for name, values in tensors:
             assert name == next(expected), name
             assert values.shape == shapes[name], name
-            out.write(bfloat16_bits(values).astype("<u2").tobytes())
+            if name in in_bytes:
+                assert values.dtype == np.uint8, name
+                out.write(values.tobytes())
+            else:
+                out.write(bfloat16_bits(values.astype(np.float32)).astype("<u2").tobytes())
     assert next(expected, None) is None

@@ -43,21 +43,21 @@ from maniple_kernels.cpu.simd_bytes import (
 
 GROUP = 32  # inputs that share a scale
 _WORDS = 8  # of four inputs each, in a group
-FEW_ROWS = 8  # whose quantization is not worth a round of threads
+_FEW_ROWS = 64
 
 
-@njit(error_model="numpy", cache=True)
-def quantize_row(x, row, num_groups, shift, rows):
-    """Write a row's groups as signed bytes; of each its scale, scale times sum, and what ``shift`` costs.
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def quantize_row(x, start, num_groups, shift, rows, row):
+    """Write the groups of x from ``start`` on as bytes; of each its scale, scale times sum, and what the shift costs.
 
-    ``rows``: (bytes, int32 that products begin with, scales, sums), flat, of all rows.
+    ``rows``: (bytes, int32 that products begin with, scales, sums), flat, of many rows, of which this is ``row``.
     """
     inputs, starts, factors, sums = rows
     signed = inputs.view(np.int8)
     zero = splat(np.float32(0.0))
     for group in range(num_groups):
         at = row * num_groups + group
-        low, high = load(x, at * GROUP), load(x, at * GROUP + LANES)
+        low, high = load(x, start + group * GROUP), load(x, start + group * GROUP + LANES)
         largest = max_lanes(maximum(maximum(low, sub(zero, low)), maximum(high, sub(zero, high))))
         # The bound keeps the quotient finite; a group of zeros has scale zero.
         inverse = splat(np.float32(127.0) / max(largest, np.float32(1e-36)))
@@ -70,17 +70,10 @@ def quantize_row(x, row, num_groups, shift, rows):
         sums[at] = scale * total
 
 
-@njit(error_model="numpy", cache=True)
-def room_for_rows(num_groups):
-    """Return ``rows`` of ``quantize_row`` for so many groups in all."""
-    inputs, starts = np.empty(num_groups * _WORDS, np.int32), np.empty(num_groups, np.int32)
-    return inputs, starts, np.empty(num_groups, np.float32), np.empty(num_groups, np.float32)
-
-
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def shift_of(weights):
     """Return what the codes of the weights have too much."""
-    return np.float32(128.0 if weights[2] is None else 0.0)
+    return np.float32(0.0 if len(weights[2]) else 128.0)
 
 
 def _load_group(weights, place):
@@ -124,7 +117,7 @@ def _add_leasts_of(total, group, sums, at):
     return lambda total, group, sums, at: total
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _add_group(total, group, rows, at):
     """Add a row's products with one group. In two chains, which the CPU works on side by side."""
     inputs, starts, factors, sums = rows
@@ -141,46 +134,61 @@ def _add_group(total, group, rows, at):
     return _add_leasts(fma(products, mul(group[1], splat_at(factors, at)), total), group, sums, at)
 
 
-@njit(error_model="numpy", cache=True)
-def multiply_tile(weights, tile, num_groups, num_rows, rows, bias, out, width, column, adds):
-    """Write the products of all rows for 16 outputs.
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def multiply_tile(weights, tile, num_groups, rows, first, last, bias, out, start, width, adds):
+    """Write the products of some rows for 16 outputs.
 
     Args:
-        weights: (codes, scales, least weights or None), flat, as in ``quantized_linear``.
+        weights: (codes, scales, least weights), flat, as in ``quantized_linear``; of 8 bits there are no least ones.
         tile: which outputs.
         num_groups: of the inputs.
-        num_rows: that ``rows`` holds.
         rows: of ``quantize_row``.
+        first: of the rows.
+        last: of the rows, not included.
         bias: float32, may be empty.
         out: float32, flat.
+        start: place of the tile's first output for the first row.
         width: of a row of ``out``.
-        column: of the first output in it.
         adds: to what is in ``out``.
     """
-    row, place = 0, tile * num_groups
-    start = load(bias, tile * LANES) if len(bias) else splat(np.float32(0.0))
-    while row + 4 <= num_rows:
-        t0, t1, t2, t3 = start, start, start, start
+    codes, scales, leasts = weights
+    begin = load(bias, tile * LANES) if len(bias) else splat(np.float32(0.0))
+    if len(leasts):
+        _multiply_tile(weights, begin, tile * num_groups, num_groups, rows, first, last, out, start, width, adds)
+    else:
+        weights_of_bytes = codes, scales, None
+        _multiply_tile(
+            weights_of_bytes, begin, tile * num_groups, num_groups, rows, first, last, out, start, width, adds
+        )
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _multiply_tile(weights, begin, place, num_groups, rows, first, last, out, start, width, adds):
+    row, at = first, start
+    while row + 4 <= last:
+        t0, t1, t2, t3 = begin, begin, begin, begin
         for group in range(num_groups):
-            of_group, at = _load_group(weights, place + group), row * num_groups + group
-            t0 = _add_group(t0, of_group, rows, at)
-            t1 = _add_group(t1, of_group, rows, at + num_groups)
-            t2 = _add_group(t2, of_group, rows, at + 2 * num_groups)
-            t3 = _add_group(t3, of_group, rows, at + 3 * num_groups)
-        _put(out, row * width + column, t0, adds)
-        _put(out, (row + 1) * width + column, t1, adds)
-        _put(out, (row + 2) * width + column, t2, adds)
-        _put(out, (row + 3) * width + column, t3, adds)
+            of_group, source = _load_group(weights, place + group), row * num_groups + group
+            t0 = _add_group(t0, of_group, rows, source)
+            t1 = _add_group(t1, of_group, rows, source + num_groups)
+            t2 = _add_group(t2, of_group, rows, source + 2 * num_groups)
+            t3 = _add_group(t3, of_group, rows, source + 3 * num_groups)
+        _put(out, at, t0, adds)
+        _put(out, at + width, t1, adds)
+        _put(out, at + 2 * width, t2, adds)
+        _put(out, at + 3 * width, t3, adds)
         row += 4
-    while row < num_rows:
-        total = start
+        at += 4 * width
+    while row < last:
+        total = begin
         for group in range(num_groups):
             total = _add_group(total, _load_group(weights, place + group), rows, row * num_groups + group)
-        _put(out, row * width + column, total, adds)
+        _put(out, at, total, adds)
         row += 1
+        at += width
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _put(out, at, value, adds):
     if adds:
         store(out, at, add(load(out, at), value))
@@ -188,18 +196,46 @@ def _put(out, at, value, adds):
         store(out, at, value)
 
 
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def room_for(num_rows, num_groups, num_parts, few_rows):
+    """Return ``rows`` of ``quantize_row`` for products that are dealt out to threads by ``deal``."""
+    num_rows = num_parts * num_rows if num_rows <= few_rows else num_rows
+    inputs, starts = np.empty(num_rows * num_groups * _WORDS, np.int32), np.empty(num_rows * num_groups, np.int32)
+    return inputs, starts, np.empty(num_rows * num_groups, np.float32), np.empty(num_rows * num_groups, np.float32)
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def deal(part, num_parts, num_rows, num_tiles, few_rows):
+    """Return (first row, last, its place in ``rows``, first tile, last) of one of the threads.
+
+    Of few rows a thread has some outputs. It quantizes the rows for itself, which takes less time than to wait for the
+    other threads. Of many it has some rows, with all outputs.
+    """
+    if num_rows <= few_rows:
+        return 0, num_rows, part * num_rows, num_tiles * part // num_parts, num_tiles * (part + 1) // num_parts
+    first = num_rows * part // num_parts
+    return first, num_rows * (part + 1) // num_parts, first, 0, num_tiles
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def multiply_part(part, num_parts, x, num_rows, num_groups, weights, bias, rows, out, num_tiles, few_rows, adds):
+    """Quantize and multiply what ``deal`` gives to a thread; see ``multiply_rows`` and ``multiply_tile``."""
+    first, last, base, first_tile, last_tile = deal(part, num_parts, num_rows, num_tiles, few_rows)
+    shift, width, end = shift_of(weights), num_tiles * LANES, base + last - first
+    for row in range(first, last):
+        quantize_row(x, row * num_groups * GROUP, num_groups, shift, rows, base + row - first)
+    for tile in range(first_tile, last_tile):
+        multiply_tile(weights, tile, num_groups, rows, base, end, bias, out, first * width + tile * LANES, width, adds)
+
+
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True)
-def multiply_rows(x, num_rows, num_groups, weights, bias, num_tiles, out):
+def multiply_rows(x, num_rows, num_groups, weights, bias, num_tiles, out, num_parts):
     """Write x W^T + bias; ``x`` flat [num_rows, num_groups * 32], ``out`` flat [num_rows, num_tiles * 16].
 
-    ``bias`` may be empty; it and ``out`` are float32.
+    ``bias`` may be empty; it and ``out`` are float32. ``num_parts``: threads.
     """
-    rows, shift = room_for_rows(num_rows * num_groups), shift_of(weights)
-    if num_rows < FEW_ROWS:
-        for row in range(num_rows):
-            quantize_row(x, row, num_groups, shift, rows)
-    else:
-        for row in prange(num_rows):
-            quantize_row(x, row, num_groups, shift, rows)
-    for tile in prange(num_tiles):
-        multiply_tile(weights, tile, num_groups, num_rows, rows, bias, out, num_tiles * LANES, tile * LANES, False)
+    rows = room_for(num_rows, num_groups, num_parts, _FEW_ROWS)
+    for part in prange(num_parts):
+        multiply_part(
+            np.int64(part), num_parts, x, num_rows, num_groups, weights, bias, rows, out, num_tiles, _FEW_ROWS, False
+        )

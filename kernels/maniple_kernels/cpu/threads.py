@@ -12,7 +12,12 @@ import torch
 _GRAIN = 1 << 18
 
 
-def use_threads(num_operations: int) -> None:
-    """Let the next kernel of this thread run on as many threads as its work is worth, of those that torch may use."""
+def use_threads(num_operations: int) -> int:
+    """Let the next kernel of this thread run on as many threads as its work is worth, of those that torch may use.
+
+    Returns:
+        How many.
+    """
     wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, 1 + num_operations // _GRAIN)
     numba.set_num_threads(wanted)
+    return wanted

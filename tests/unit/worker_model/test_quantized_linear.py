@@ -44,8 +44,8 @@ def in_eight_bits(x: Tensor) -> Float64Array:
     """Take the activations through 8 bits as the definition says, in float64 and group by group."""
     groups = x.double().numpy().reshape(len(x), -1, 32)
     scale = np.abs(groups).max(-1, keepdims=True) / 127
-    codes: Float64Array = np.rint(groups / np.where(scale == 0, 1, scale))
-    return (codes * scale).reshape(len(x), -1)
+    wide: Float64Array = np.rint(groups / np.where(scale == 0, 1, scale)) * scale
+    return wide.reshape(len(x), -1)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -104,9 +104,10 @@ def test_rows_of_an_embedding_are_those_of_the_weights(bits: int) -> None:
 def test_products_of_bytes_are_exact_with_and_without_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     from numba import njit
 
-    from maniple_kernels.cpu.simd import store
+    from maniple_kernels.cpu import simd as floats
 
-    simd: Any = simd_bytes  # numba gives its operations another argument than is written here
+    store: Any = floats.store  # numba's operations take one argument less than they are written with
+    simd: Any = simd_bytes
     load = simd.load_words
     random = np.random.default_rng(5)
     unsigned = random.integers(0, 256, 64).astype(np.uint8)
