@@ -230,6 +230,12 @@ ALONE = Scene(
             quick_words=("steps.py", "--rows", "16", "--contexts", "128,4096", "--readers", "0", "--steps", "100"),
         ),
         Program(
+            bench="memory",
+            what="resident memory of rank and control plane over 20 000 requests of 16 -> 4, then 1 000 live at once",
+            words=("memory.py",),
+            quick_words=("memory.py", "--num-requests", "1000", "--num-live", "200"),
+        ),
+        Program(
             bench="idle",
             what="how long a device that takes 5 or 10 ms a step waits for the server, with 256 streams",
             words=("idle.py",),
