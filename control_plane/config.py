@@ -511,6 +511,8 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
     if config.prompt_lookup_min > config.prompt_lookup_max:
         rule = f"must be at most --prompt-lookup-max {config.prompt_lookup_max}"
         faults.append(("prompt_lookup_min", config.prompt_lookup_min, rule))
+    if config.trace and config.trace == config.record_deltas:
+        faults.append(("trace", config.trace, "must be another file than --record-deltas"))
     if config.num_kv_blocks and config.kv_cache_memory_bytes:
         faults.append(
             ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, "must not be set together with --num-kv-blocks")

@@ -448,6 +448,12 @@ def test_number_of_groups_follows_from_addresses_or_size() -> None:
         groups(worker_addresses=three, data_parallel_size=2)
 
 
+def test_trace_and_recorded_deltas_are_two_files() -> None:
+    ControlPlaneConfig(model="scripted", trace="a", record_deltas="b")
+    with pytest.raises(ConfigurationError, match="trace='a': must be another file than --record-deltas"):
+        ControlPlaneConfig(model="scripted", trace="a", record_deltas="a")  # each would destroy what the other wrote
+
+
 TLS = {"tls_certificate": "c", "tls_key": "k"}
 JWT = {"auth_jwks": "j", "auth_jwt_issuer": "i", "auth_jwt_audience": "a"}
 RANK_TLS = {"rank_tls_ca": "a", "rank_tls_certificate": "c", "rank_tls_key": "k"}
