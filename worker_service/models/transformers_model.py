@@ -126,7 +126,10 @@ def load_transformers_model(
         InvalidParameter: it cannot be served; says why.
     """
     register()
-    shapes = _build(own, placement.dtype, on_meta=True)
+    try:
+        shapes = _build(own, placement.dtype, on_meta=True)
+    except Exception as error:  # of sizes that do not fit each other
+        raise _refused(config, f"cannot be built: {type(error).__name__}: {error}") from error
     _check_state(shapes, config)
     projection = _projection_of(shapes, config)
     plan = plan_split(shapes, own, placement.rank, placement.world_size, projection=projection)

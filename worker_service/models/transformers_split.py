@@ -82,7 +82,7 @@ def plan_split(causal: Any, config: Any, rank: int, world_size: int, *, projecti
         style = plan.get(_pattern(path))
         if path == projection:
             if _fits_projection(causal, module, style, world_size):
-                cuts[f"{path}.weight"] = Cut(0)
+                cuts[f"{path}.weight"] = Cut(-2)
                 styles[path] = "colwise_gather_output"
         elif style in _LINEAR:
             if type(module) is not Linear:

@@ -25,22 +25,21 @@ _building = threading.Lock()  # types by default, and how parameters come to be,
 @contextmanager
 def without_contents(dtype: torch.dtype) -> Iterator[None]:
     """Have modules that are made meanwhile keep the shapes of their parameters alone; buffers are computed."""
-    register = Module.register_parameter
-
-    def register_shape(self: Module, name: str, param: Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = Parameter(param.to("meta"), requires_grad=False)
-        register(self, name, param)
-
     with _building:
-        before = torch.get_default_dtype()
+        register, usual = Module.register_parameter, torch.get_default_dtype()
+
+        def register_shape(self: Module, name: str, param: Parameter | None) -> None:
+            if param is not None and not param.is_meta:
+                param = Parameter(param.to("meta"), requires_grad=False)
+            register(self, name, param)
+
         torch.set_default_dtype(dtype)
         Module.register_parameter = register_shape  # type: ignore[method-assign]
         try:
             yield
         finally:
             Module.register_parameter = register  # type: ignore[method-assign]
-            torch.set_default_dtype(before)
+            torch.set_default_dtype(usual)
 
 
 def kept_type(causal: Any, name: str, dtype: torch.dtype) -> torch.dtype:
