@@ -23,6 +23,6 @@ CAUSES = (*(cause for cause, _ in _CAUSES), "fenced", "unproven", "other")
 def cause_of(loss: LossReason) -> str:
     """Return one of ``CAUSES``."""
     if loss.kind is not LossKind.LOST:
-        return loss.kind.value
+        return str(loss.kind.value)
     what = re.sub(r"^(?:rank \d+|the group) ", "", loss.reason)
     return next((cause for cause, pattern in _CAUSES if re.match(pattern, what)), "other")

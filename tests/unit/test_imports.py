@@ -47,7 +47,7 @@ def _import_all(packages: list[str], forbidden: set[str]) -> subprocess.Complete
             ["control_plane", "service_chassis", "maniple_client"],
             {
                 *("torch", "transformers", "numba", "safetensors", "gguf", "worker_service", "maniple_kernels"),
-                *("ray", "cloudpickle", "jwt", "cryptography"),
+                *("ray", "cloudpickle", "jwt", "cryptography", "prometheus_client", "opentelemetry"),
             },
         ),
         (["maniple_client"], {"control_plane", "service_chassis", "numpy", "rich", "structlog", "torch"}),

@@ -143,7 +143,7 @@ def test_loss_to_another_owner_is_no_fault_of_a_rank() -> None:
 
 def documented() -> dict[str, tuple[str, str]]:
     """Kind and labels of every metric in the page's tables."""
-    rows = re.findall(r"^\| `([a-z_:]+)` \| (counter|gauge|histogram) \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z0-9_:]+)` \| (counter|gauge|histogram) \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
     assert len({name for name, _, _ in rows}) == len(rows)
     return {name: (kind, labels) for name, kind, labels in rows}
 

@@ -86,7 +86,7 @@ def test_base_install_names_every_third_party_import_of_the_control_plane() -> N
                 for name in names:
                     imported.setdefault(name.partition(".")[0], str(path.relative_to(ROOT)))
     # Where an extra is asked for it is imported, inside functions; test_imports shows that nothing else needs it.
-    of_extras = {"ray", "cloudpickle", "jwt", "tritonclient", "smg"}
+    of_extras = {"ray", "cloudpickle", "jwt", "tritonclient", "smg", "opentelemetry", "prometheus_client"}
     known = sys.stdlib_module_names | ours | of_extras
     third_party = {name: path for name, path in imported.items() if name not in known}
     undeclared = {name: path for name, path in third_party.items() if distributions.get(name, name) not in declared}
