@@ -522,6 +522,8 @@ def _contradictions(config: ControlPlaneConfig) -> list[Fault]:
     if config.quantization != "none" and (config.device == "cuda" or config.is_scripted):
         what = "the scripted model has no weights" if config.is_scripted else "is for the CPU, not for --device cuda"
         faults.append(("quantization", config.quantization, what))
+    if config.model_impl != "auto" and config.is_scripted:
+        faults.append(("model_impl", config.model_impl, "the scripted model has code of its own: must be auto"))
     if config.model_impl == "transformers":
         for name, unset in (("quantization", "none"), ("batch_invariant", False)):
             if (value := getattr(config, name)) != unset:

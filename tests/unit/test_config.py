@@ -177,6 +177,9 @@ def test_a_served_name_that_no_message_can_show_is_refused(name: str) -> None:
     [
         ({"num_kv_blocks": 64, "kv_cache_memory_bytes": 1 << 30}, "kv_cache_memory_bytes"),
         ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, "max_num_batched_tokens"),
+        ({"model_impl": "transformers", "quantization": "int8"}, "quantization"),
+        ({"model_impl": "transformers", "batch_invariant": True}, "batch_invariant"),
+        ({"model": "scripted", "model_impl": "native"}, "model_impl"),
     ],
 )
 def test_config_refuses_values_that_contradict_each_other(values: dict[str, int], named: str) -> None:

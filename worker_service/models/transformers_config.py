@@ -84,7 +84,8 @@ def load_transformers_config(directory: Path) -> tuple[TransformersConfig, Any]:
     return TransformersConfig(
         architecture=architecture,
         vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["hidden_size"],
+        # Small OPTs project what they compute down before it is scored.
+        hidden_size=getattr(config, "word_embed_proj_dim", None) or sizes["hidden_size"],
         num_layers=sizes["num_hidden_layers"],
         max_position=_max_position(config, directory, architecture),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
@@ -109,7 +110,8 @@ def _max_position(config: Any, directory: Path, architecture: str) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     for one in (rope, *(each for each in rope.values() if isinstance(each, dict))):
         if one.get("rope_type") == "longrope":
-            original = one.get("original_max_position_embeddings") or longest
+            inner, outer = one.get("original_max_position_embeddings"), "original_max_position_embeddings"
+            original = inner or getattr(config, outer, None) or longest
             longest = min(longest, int(original))
     return longest
 

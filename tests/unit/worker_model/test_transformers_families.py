@@ -6,6 +6,8 @@ Several requests at once, of different lengths, prompts in chunks, blocks scatte
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,22 @@ def test_auto_takes_our_own_code_where_there_is_some(tmp_path: Path) -> None:
     }
     with pytest.raises(InvalidParameter, match=r"must name one of LlamaForCausalLM.*install maniple.transformers"):
         load(tmp_path / "gpt2", model_impl="native")
+
+
+def test_transformers_is_not_imported_for_models_of_our_own(tmp_path: Path) -> None:
+    write_family(tmp_path, "llama")
+    program = f"""
+import sys
+from pathlib import Path
+from worker_service.models.registry import load_model
+from worker_service.platforms.choose import choose_platform
+from worker_service.runner import LoadOptions
+platform = choose_platform("cpu", index=0, num_threads=1)
+load_model(LoadOptions(model={str(tmp_path)!r}), platform, 0, 1, lambda share, what: None)
+assert "transformers" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_bfloat16_scores_lie_where_transformers_has_them(tmp_path: Path) -> None:

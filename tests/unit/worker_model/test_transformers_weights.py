@@ -19,7 +19,6 @@ from worker_service.models.transformers_model import TransformersModel
 from worker_service.sleep.choose import SleepOptions
 from worker_service.sleep.renewal import InPlace
 from worker_service.sleep.tensors import memory_of, tensors_in
-from worker_service.step_work import Pooling
 
 PROMPT = [5, 80, 41, 3, 9, 77, 60, 11, 2, 31]
 
@@ -88,8 +87,6 @@ def test_weights_are_replaced_where_addresses_must_stay(tmp_path: Path) -> None:
 def test_embeddings_are_what_the_scores_are_made_of(kind: str, tmp_path: Path) -> None:
     model = write_family(tmp_path, kind)
     driver = RunnerDriver(tmp_path)
-    row = driver.enter(0, PROMPT)
-    object.__setattr__(row, "pooling", Pooling(is_mean=False, normalize=False))
     seen: list[torch.Tensor] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.inference_mode():
@@ -97,6 +94,7 @@ def test_embeddings_are_what_the_scores_are_made_of(kind: str, tmp_path: Path) -
     served = model_of(driver)
     with torch.inference_mode():
         hidden = _hidden(driver, served)
+    assert driver.facts.hidden_size == hidden.shape[1]
     np.testing.assert_allclose(served.final_hidden(hidden).numpy(), seen[0][0].numpy(), rtol=1e-3, atol=1e-4)
 
 
