@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pstats
 from pathlib import Path
 from typing import cast
@@ -17,6 +18,7 @@ from control_plane.profiler import Profiler
 from maniple.v1 import admin_pb2
 from service_chassis.errors import InvalidParameter, WrongState
 from support.fake_engine import open_doors
+from support.waiting import until
 
 INFERENCE = "maniple.v1.InferenceService"
 VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
@@ -170,7 +172,7 @@ async def test_profile_of_the_event_loop_is_written_where_it_says() -> None:
     try:
         functions = {function for _, _, function in pstats.Stats(path).stats}  # type: ignore[attr-defined]
     finally:
-        Path(path).unlink()
+        os.unlink(path)
     assert "GetStatus" in functions
 
 
@@ -179,9 +181,7 @@ async def test_profile_of_some_steps_ends_by_itself(tmp_path: Path) -> None:
     profiler = Profiler(str(tmp_path), lambda: step)
     profiler.start(2)
     step = 9
-    async with asyncio.timeout(10):
-        while not list(tmp_path.glob("*.pstats")):
-            await asyncio.sleep(0.01)
+    await until(lambda: os.listdir(tmp_path), "the profile is written")
     assert Path(profiler.stop()).parent == tmp_path
     with pytest.raises(WrongState):
         profiler.stop()
