@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import cast
 
@@ -34,16 +35,22 @@ class RankMemory:
 class Dormancy:
     """The memory of one group. Calls are made with no step under way, one at a time."""
 
-    def __init__(self, group: WorkerGroup, *, last_step: Callable[[], int], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        *,
+        undisturbed: Callable[[], AbstractAsyncContextManager[int]],
+        on_change: Callable[[], None],
+    ) -> None:
         """Take a group that lives.
 
         Args:
             group: whose facts say what slept when it was taken over.
-            last_step: the last one that was sent.
+            undisturbed: gives the last step, which all ranks have taken; while it is held, none is sent.
             on_change: called when something fell asleep or woke.
         """
         self._group = group
-        self._last_step = last_step
+        self._undisturbed = undisturbed
         self._on_change = on_change
         facts = group.facts
         self.asleep: frozenset[str] = facts.asleep if facts is not None else frozenset()
@@ -58,9 +65,10 @@ class Dormancy:
         """Have all ranks give memory back. The KV cache must hold nothing any more. Raises as ``ask_all``."""
         before = self.asleep
         self._set(frozenset(MEMORY_TAGS))  # from here on nobody counts on any of it
-        request = worker_pb2.WorkerServiceSleepRequest(after_step=self._last_step(), level=level)
         try:
-            answers = await self._group.ask_all("Sleep", request, timeout_s=_SLEEP_TIMEOUT_S)
+            async with self._undisturbed() as last_step:
+                request = worker_pb2.WorkerServiceSleepRequest(after_step=last_step, level=level)
+                answers = await self._group.ask_all("Sleep", request, timeout_s=_SLEEP_TIMEOUT_S)
         except ManipleError:
             if not before:
                 await self._undo()
@@ -82,8 +90,9 @@ class Dormancy:
     async def wake_up(self, tags: Collection[str]) -> list[RankMemory]:
         """Have all ranks take memory again. What a rank refuses to wake sleeps on. Raises as ``ask_all``."""
         tags = [tag for tag in MEMORY_TAGS if tag in tags]
-        request = worker_pb2.WorkerServiceWakeUpRequest(after_step=self._last_step(), tags=tags)
-        answers = await self._group.ask_all("WakeUp", request, timeout_s=_LOAD_TIMEOUT_S)
+        async with self._undisturbed() as last_step:
+            request = worker_pb2.WorkerServiceWakeUpRequest(after_step=last_step, tags=tags)
+            answers = await self._group.ask_all("WakeUp", request, timeout_s=_LOAD_TIMEOUT_S)
         self._set(self.asleep - set(tags))
         woke = cast("list[worker_pb2.WorkerServiceWakeUpResponse]", answers)
         log.info("group.woke_up", tags=tags, asleep=sorted(self.asleep))
@@ -98,22 +107,25 @@ class Dormancy:
         Where one rank refuses, all let go of what they read. Raises as ``ask_all``.
         """
         try:
-            return await stage_weights(self._group, self._last_step(), path)
+            async with self._undisturbed() as last_step:
+                return await stage_weights(self._group, last_step, path)
         except ManipleError:
             await self.abandon_weights()
             raise
 
     async def abandon_weights(self) -> None:
         """Have all ranks let go of weights that they read. A rank that cannot is lost, or does so with its owner."""
-        request = _Update(after_step=self._last_step(), phase=_Update.PHASE_ABANDON)
         try:
-            await self._group.ask_all("UpdateWeights", request, timeout_s=_SLEEP_TIMEOUT_S)
+            async with self._undisturbed() as last_step:
+                request = _Update(after_step=last_step, phase=_Update.PHASE_ABANDON)
+                await self._group.ask_all("UpdateWeights", request, timeout_s=_SLEEP_TIMEOUT_S)
         except ManipleError as error:
             log.warning("weights.not_abandoned", reason=error.message)
 
     async def commit_weights(self) -> None:
         """Have all ranks put the weights that they read in place; those are awake then. Raises as ``ask_all``."""
-        await commit_weights(self._group, self._last_step())
+        async with self._undisturbed() as last_step:
+            await commit_weights(self._group, last_step)
         self._set(self.asleep - {WEIGHTS})
 
     def _set(self, asleep: frozenset[str]) -> None:

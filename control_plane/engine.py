@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import structlog
@@ -135,8 +136,10 @@ class Engine:
         self._num_arrived = 0  # counted on across owners of the group
         self._departure = Departure(group, self._live, end=self._end, abort_all=self.abort_all)
         self._pause: PauseMode | None = None  # set: no new steps, but for those that let requests finish
-        self._has_settled = asyncio.Event()  # a pause took effect, or ended; see stand_still
-        self.dormancy = Dormancy(group, last_step=lambda: scheduler.step - 1, on_change=self._on_sleep_or_wake)
+        self._num_holds = 0  # no new steps, whatever becomes of a pause; see without_steps
+        self._num_calls = 0  # nothing is sent at all; see _undisturbed
+        self._has_settled = asyncio.Event()  # nothing is outstanding, or a pause ended; see stand_still
+        self.dormancy = Dormancy(group, undisturbed=self._undisturbed, on_change=self._on_sleep_or_wake)
         self._results: deque[StepResult] = deque()  # arrived, not applied; at most one per step in flight
         self._outputs: list[SampleOutput] = []  # applied, not told to the clients
         self._has_failed = False
@@ -357,13 +360,48 @@ class Engine:
         return num_blocks
 
     async def empty_cache(self) -> None:
-        """Take the blocks of all rows and forget what they held; return when the workers know. While paused and still.
+        """Take the blocks of all rows, forget what they held, return when the workers know. Inside ``without_steps``.
 
         Rows that run are computed anew, once there are steps again.
         """
+        assert self._num_holds, "steps would fill it again"
+        await self._until_nothing_outstanding()
+        if self._has_failed:
+            return
         self._scheduler.clear_cache()
         self._wake.set()
-        await self.stand_still()
+        while not self._has_failed and self._scheduler.has_unflushed():
+            await self._until_settled()
+        await self._until_nothing_outstanding()
+
+    @contextmanager
+    def without_steps(self) -> Iterator[None]:
+        """Plan no step meanwhile, also where a pause lets requests finish, or becomes one that does."""
+        self._num_holds += 1
+        try:
+            yield
+        finally:
+            self._num_holds -= 1
+            self._wake.set()
+
+    @asynccontextmanager
+    async def _undisturbed(self) -> AsyncIterator[int]:
+        """Send nothing meanwhile, not even what ended; give the last step, which all ranks took (PROTOCOL B10)."""
+        self._num_calls += 1
+        try:
+            await self._until_nothing_outstanding()
+            yield self._scheduler.step - 1
+        finally:
+            self._num_calls -= 1
+            self._wake.set()
+
+    async def _until_nothing_outstanding(self) -> None:
+        while not self._has_failed and self._scheduler.num_outstanding:
+            await self._until_settled()
+
+    async def _until_settled(self) -> None:
+        self._has_settled.clear()
+        await self._has_settled.wait()
 
     def pause(self, mode: PauseMode) -> None:
         """Plan no more steps; with WAIT only once no request is here. Steps in flight come to their end.
@@ -394,8 +432,7 @@ class Engine:
     async def stand_still(self) -> None:
         """Wait until a pause has taken effect, or is over before it has."""
         while self._pause is not None and not self.is_still:
-            self._has_settled.clear()
-            await self._has_settled.wait()
+            await self._until_settled()
 
     def follow_blocks(self, listener: Callable[[Sequence[BlockEvent]], None] | None) -> None:
         """Tell ``listener`` what happens to named blocks from now on, once a step; None: tell nobody."""
@@ -475,7 +512,7 @@ class Engine:
             self._tell_block_events()
             if self._departure.is_under_way and not self._scheduler.num_outstanding:
                 self._departure.is_last_step_told.set()
-            if self._pause is not None and self.is_still:
+            if not self._scheduler.num_outstanding:
                 self._has_settled.set()
             if plan is None and not self._results:
                 await self._sleep_until(self._next_alarm())
@@ -499,8 +536,10 @@ class Engine:
 
     def _plan(self, now: float) -> StepPlan | None:
         """Return the next step, if there is anything to send now."""
+        if self._num_calls:
+            return None
         is_paused = self._pause in (PauseMode.ABORT, PauseMode.KEEP)
-        stops = self._departure.is_under_way or is_paused or self.dormancy.asleep
+        stops = self._departure.is_under_way or is_paused or self._num_holds or self.dormancy.asleep
         plan = None if stops else self._scheduler.schedule(now)
         return plan or self._flush(now)
 
@@ -555,7 +594,8 @@ class Engine:
             self._output_rate.add(now, num_tokens)
 
     def _next_alarm(self) -> float | None:
-        alarms = (self._scheduler.next_deadline(), self._flush_at, self._live.given_up_at)
+        flush_at = self._flush_at if not self._num_calls else None
+        alarms = (self._scheduler.next_deadline(), flush_at, self._live.given_up_at)
         return min((at for at in alarms if at is not None), default=None)
 
     async def _sleep_until(self, alarm: float | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from control_plane.dormancy import RankMemory
@@ -35,6 +36,7 @@ class Rest:
         self._asleep: frozenset[str] = frozenset()  # memory, of groups here and to come
         self._level = 0  # at which a group that comes meanwhile is put to sleep
         self._ends_pause = False  # with the last tag that wakes; else somebody else has to
+        self._pause_of_update = 0  # which one of the fleet's an update made, for itself
         self._is_awake = asyncio.Event()
         self._is_awake.set()
         self.num_held_back = 0  # lost groups that wait for that
@@ -70,12 +72,12 @@ class Rest:
             self._check_groups()
         if not all(engine.limits.sleep for engine in fleet.engines().values()):
             raise WrongState(_NOT_STARTED_FOR_IT)
-        was_paused = fleet.pause_mode is not None
+        if fleet.pause_mode is None or fleet.num_pauses == self._pause_of_update:
+            self._ends_pause = True  # it is ours alone, also that of another sleep that has only begun
         await fleet.pause(mode)
         async with self._changing:
             if fleet.pause_mode is None:
                 raise WrongState("generation was resumed before the server slept")
-            self._ends_pause = self._ends_pause if self._asleep else not was_paused
             before, self._asleep = self._asleep, frozenset(MEMORY_TAGS)
             self._level = max(self._level, level)
             self._is_awake.clear()
@@ -87,8 +89,9 @@ class Rest:
                 raise
 
     async def _let_sleep(self, engine: Engine, level: int) -> list[RankMemory]:
-        await engine.empty_cache()
-        return await engine.dormancy.sleep(level)
+        with engine.without_steps():  # a pause that comes meanwhile would let some fill the cache that is dropped
+            await engine.empty_cache()
+            return await engine.dormancy.sleep(level)
 
     async def wake_up(self, tags: Collection[str]) -> dict[str, list[RankMemory]]:
         """Wake what is named, or all; return the memory of those ranks that took any, by groups.
@@ -149,15 +152,20 @@ class Rest:
             mode = fleet.pause_mode
             if mode is None:
                 fleet.hold_still(PauseMode.KEEP)
-            num_pauses = fleet.num_pauses
+                self._pause_of_update = fleet.num_pauses
+            num_pauses, was_asleep = fleet.num_pauses, bool(self._asleep)
             try:
                 await fleet.stand_still()
                 engines = fleet.engines()
-                return await self._replace_weights(engines, path)
+                with ExitStack() as held:
+                    for engine in engines.values():
+                        held.enter_context(engine.without_steps())  # also in a pause that comes meanwhile
+                    return await self._replace_weights(engines, path)
             finally:
                 self._asleep = _asleep_in(fleet.engines().values())
                 if mode is not None:
-                    self._note_wake()
+                    if was_asleep:
+                        self._note_wake()
                 elif fleet.num_pauses == num_pauses:  # else somebody has paused it meanwhile
                     fleet.unpause()
 

@@ -12,12 +12,13 @@ import pytest
 
 from control_plane.cli import admin as admin_command
 from control_plane.doors import admin, inference
+from control_plane.engine import FLUSH_AFTER_S
 from control_plane.fleet import Fleet
 from control_plane.pause import PauseMode
 from control_plane.scheduling.block_events import CacheCleared
 from maniple.v1 import admin_pb2 as pb
 from maniple.v1 import inference_pb2
-from service_chassis.errors import NotReady
+from service_chassis.errors import InvalidParameter, NotReady
 from support.door_readers import PROMPT, Reader, counts, refused, running
 from support.faults import model_with
 from support.real_doors import RealDoors, real_doors
@@ -210,6 +211,63 @@ async def test_scripted_model_has_no_weights_to_update() -> None:
             await doors.admin.UpdateWeights(pb.UpdateWeightsRequest(path="/nowhere"))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (await reader.end()).token_ids == greedy([*PROMPT, 0], 80)  # went on by itself
+
+
+async def test_pause_that_lets_requests_finish_fills_no_cache_that_is_about_to_sleep() -> None:
+    async with real_doors(SLOW, **TWO_RANKS) as doors, asyncio.timeout(60):
+        (reader,) = await running(doors, 1, 200)
+        sleep = doors.admin.Sleep(pb.SleepRequest(level=1, mode=pb.PAUSE_MODE_KEEP))
+        await until(lambda: counts(doors) == (0, 1), "its blocks were taken")
+        await doors.admin.PauseGeneration(pb.PauseGenerationRequest(mode=pb.PAUSE_MODE_WAIT))
+        await sleep
+        assert doors.fleet.status().groups[0].engine.num_cached_blocks == 0  # type: ignore[union-attr]
+        assert counts(doors) == (0, 1)
+        await doors.admin.WakeUp(pb.WakeUpRequest())
+        assert (await reader.end()).token_ids == greedy([*PROMPT, 0], 200)
+        again = await Reader(doors.generate("again", [*PROMPT, 0], 20)).end()
+        assert again.token_ids == greedy([*PROMPT, 0], 20)
+
+
+async def test_nothing_is_sent_while_ranks_are_asked_for_something_after_a_step() -> None:
+    async with real_doors(SLOW, **MAY_SLEEP) as doors, asyncio.timeout(30):
+        readers = await running(doors, 2, LONG)
+        engine = doors.running.groups[0].engines[0]
+        await doors.admin.PauseGeneration(pb.PauseGenerationRequest(mode=pb.PAUSE_MODE_KEEP))
+        async with engine.dormancy._undisturbed() as last_step:
+            assert accepted(doors) == [last_step]
+            readers[0].call.cancel()
+            await until(lambda: counts(doors)[0] == 1, "cancelled")
+            ended_at = engine.now()
+            await until(lambda: engine.now() > ended_at + 3 * FLUSH_AFTER_S, "it would have been said")
+            assert accepted(doors) == [last_step]
+        await until(lambda: accepted(doors) == [last_step + 1], "it is said now")
+        await doors.admin.ResumeGeneration(pb.ResumeGenerationRequest())
+        readers[1].call.cancel()
+        await doors.running.settled()
+
+
+async def test_sleep_asked_for_during_an_update_of_weights_is_over_with_its_last_tag() -> None:
+    async with real_doors(SLOW, **MAY_SLEEP) as doors, asyncio.timeout(30):
+        dormancy, may_go_on = doors.running.groups[0].engines[0].dormancy, asyncio.Event()
+        stage = dormancy.stage_weights
+
+        async def stage_later(path: str) -> int:
+            await may_go_on.wait()
+            return await stage(path)
+
+        dormancy.stage_weights = stage_later  # type: ignore[method-assign]
+        update = asyncio.create_task(doors.fleet.rest.update_weights("/nowhere"))
+        await until(lambda: not doors.fleet.ready, "the update")
+        sleep = doors.admin.Sleep(pb.SleepRequest(level=1))
+        await until(lambda: doors.fleet.pause_mode is PauseMode.ABORT, "the sleep")
+        may_go_on.set()
+        with pytest.raises(InvalidParameter):
+            await update
+        await sleep
+        assert await tags(doors) == ["weights", "kv_cache", "scheduling"]
+        await doors.admin.WakeUp(pb.WakeUpRequest(tags=["weights", "kv_cache"]))
+        assert await tags(doors) == []
+        assert doors.fleet.ready
 
 
 async def test_command_line_puts_to_sleep_and_wakes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,8 @@ Update = worker_pb2.WorkerServiceUpdateWeightsRequest
 async def stand_still(owner: Owner) -> Dormancy:
     owner.engine.pause(PauseMode.KEEP)
     await owner.engine.stand_still()
-    await owner.engine.empty_cache()
+    with owner.engine.without_steps():
+        await owner.engine.empty_cache()
     return owner.engine.dormancy
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
@@ -24,7 +24,7 @@ async def dormancy(ranks: FakeExecutor) -> AsyncIterator[tuple[Dormancy, WorkerG
     group = WorkerGroup(ranks, SETTINGS, owner_id="me")
     await group.form()
     heard: list[str] = []
-    made = Dormancy(group, last_step=lambda: 41, on_change=lambda: heard.append(made.reason))
+    made = Dormancy(group, undisturbed=lambda: nullcontext(41), on_change=lambda: heard.append(made.reason))
     try:
         yield made, group, heard
     finally:
