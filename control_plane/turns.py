@@ -21,12 +21,14 @@ from weakref import WeakKeyDictionary
 FEW = 2
 # Of the time, beyond which there are fewer turns.
 MOST_BUSY = 0.75
-# Turns a second: at first, at least (a quarter of the time of a slow core), and at most.
-FIRST_RATE, LEAST_RATE, MOST_RATE = 10_000.0, 5_000.0, 100_000.0
+# Turns a second: at first, at least (a third of the time of a slow core), and at most.
+FIRST_RATE, LEAST_RATE, MOST_RATE = 10_000.0, 8_000.0, 100_000.0
 # How often the rate is looked at, and what it is changed by then.
 LOOK_EVERY_S, CHANGE = 0.05, 1.1
 # What is saved up when nobody reads: a slow device's step wakes its readers all at once.
 SAVED_S = 0.03
+# How late a timer of an idle loop may be.
+_PUNCTUAL_S = 0.0015
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
 
@@ -39,9 +41,10 @@ class Turns:
         self._saved = SAVED_S * self.rate  # turns
         self._saved_at = self._looked_at = time.monotonic()
         self._cpu_at_look_s = time.thread_time()
+        self._busy_s = 0.0  # since then, as far as passes show
         self._left = FEW  # of the present pass of the loop
         self._num_given = 0  # in the present pass
-        self._pass_at = 0.0  # when it began, if the next one follows at once
+        self._pass_at = 0.0  # when it began, if the next one follows at once; else when that is due
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._next: asyncio.Handle | None = None  # what begins the next pass
         self._follows = False  # it is the very next of the loop
@@ -79,11 +82,13 @@ class Turns:
             return
         loop = asyncio.get_running_loop()
         self._follows = self._saved >= 1
+        self._pass_at = time.monotonic()
         if self._follows:
-            self._pass_at = time.monotonic()
             self._next = loop.call_soon(self._begin_pass)
         else:
-            self._next = loop.call_later((FEW - self._saved) / self.rate, self._begin_pass)
+            delay_s = (FEW - self._saved) / self.rate
+            self._pass_at += delay_s
+            self._next = loop.call_later(delay_s, self._begin_pass)
 
     def _begin_pass(self) -> None:
         now = time.monotonic()
@@ -93,6 +98,7 @@ class Turns:
         # Engines that take long for a pass leave readers their part of the next one.
         pass_s = now - self._pass_at if self._follows else 0.0
         self._left = max(FEW, int(self.rate * pass_s))
+        self._busy_s += pass_s if self._follows else max(now - self._pass_at - _PUNCTUAL_S, 0.0)
         self._next, self._saved_at, self._num_given = None, now, 0
         while self._waiting and self._left and self._saved >= 1:
             waiter = self._waiting.popleft()
@@ -104,9 +110,11 @@ class Turns:
 
     def _look(self, now: float) -> None:
         cpu_s = time.thread_time()
-        busy = (cpu_s - self._cpu_at_look_s) / (now - self._looked_at)
-        self.rate = changed_rate(self.rate, busy)
-        self._looked_at, self._cpu_at_look_s = now, cpu_s
+        # On a machine that has no core left for it, a loop has much to do and little time: passes show that, its own
+        # processor time does not. And passes do not show what is done while no reader waits.
+        busy_s = max(cpu_s - self._cpu_at_look_s, self._busy_s)
+        self.rate = changed_rate(self.rate, busy_s / (now - self._looked_at))
+        self._looked_at, self._cpu_at_look_s, self._busy_s = now, cpu_s, 0.0
 
 
 def changed_rate(rate: float, busy: float) -> float:
