@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from support.certificates import Identity
 from support.platform_tools import envoy
 from support.waiting import until
 
@@ -138,6 +139,34 @@ class Door:
         return {"name": self.name, "address": _address(self.address), "filter_chains": [chain]}
 
 
+def server_tls(identity: Identity, client: str) -> Config:
+    """Show who one is, and let in only whom the authority calls ``client``: the near end of a mesh's mutual TLS."""
+    return _tls("Downstream", _shown(identity, client), require_client_certificate=True)
+
+
+def client_tls(identity: Identity, server: str) -> Config:
+    """Show who one is, and talk only to whom the authority calls ``server``: the far end of a mesh's mutual TLS."""
+    return _tls("Upstream", _shown(identity, server), sni=server)
+
+
+def _shown(identity: Identity, other: str) -> Config:
+    pair = {
+        "certificate_chain": {"filename": identity.path("certificate")},
+        "private_key": {"filename": identity.path("key")},
+    }
+    trusted = {
+        "trusted_ca": {"filename": identity.path("ca")},
+        "match_typed_subject_alt_names": [{"san_type": "DNS", "matcher": {"exact": other}}],
+    }
+    return {"alpn_protocols": ["h2"], "tls_certificates": [pair], "validation_context": trusted}
+
+
+def _tls(direction: str, common: Config, **more: object) -> Config:
+    kind = f"{_TYPE}.transport_sockets.tls.v3.{direction}TlsContext"
+    typed = {"@type": kind, "common_tls_context": common, **more}
+    return {"name": "envoy.transport_sockets.tls", "typed_config": typed}
+
+
 class Envoy:
     """A running Envoy."""
 
@@ -157,9 +186,13 @@ class Envoy:
         self._ports: dict[str, int] = {}
 
     async def start(self) -> None:
-        await until(lambda: self._admin_file.exists() or self._process.poll() is not None, "Envoy starts")
+        await until(lambda: self._admin_address or self._process.poll() is not None, "Envoy starts")
         assert self._process.poll() is None, self.log()
         await until(self._is_listening, "Envoy listens")
+
+    @property
+    def _admin_address(self) -> str:
+        return self._admin_file.read_text() if self._admin_file.exists() else ""
 
     def _is_listening(self) -> bool:
         told = json.loads(self.ask("/listeners?format=json"))
@@ -174,9 +207,7 @@ class Envoy:
 
     def ask(self, path: str, *, post: bool = False) -> str:
         """Ask the administration."""
-        request = urllib.request.Request(
-            f"http://{self._admin_file.read_text()}{path}", method="POST" if post else "GET"
-        )
+        request = urllib.request.Request(f"http://{self._admin_address}{path}", method="POST" if post else "GET")
         with urllib.request.urlopen(request, timeout=5) as answer:
             return str(answer.read().decode())
 

@@ -1,0 +1,67 @@
+"""Two Envoys with mutual TLS between them, as sidecars have it; client and server speak plaintext to their own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+
+from maniple.v1 import inference_pb2
+from maniple_client import TransportLost
+from support.certificates import Authority, Identity
+from support.envoy import Cluster, Door, client_tls, envoys, server_tls
+from support.mesh_calls import FLAGS, LONG, PROMPT, client, is_idle, stub_of
+from support.remote_ranks import free_ports
+from support.scripted_reference import greedy
+from support.serve_process import serving
+
+
+async def test_streams_cancels_and_losses_pass_two_sidecars_with_mutual_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    ours = Identity(tmp_path / "client", authority, "client.mesh")
+    theirs = Identity(tmp_path / "server", authority, "server.mesh")
+    [port] = free_ports(1)
+    between = f"127.0.0.1:{port}"
+    with serving(*FLAGS) as server:
+        near = (
+            Door(route_timeout_s=0),
+            Cluster(addresses=[between], tls=client_tls(ours, "server.mesh")),
+        )
+        far = (
+            Door(address=between, route_timeout_s=0, tls=server_tls(theirs, "client.mesh")),
+            Cluster(addresses=[server.address]),
+        )
+        async with (
+            asyncio.timeout(90),
+            envoys(tmp_path, near, far) as [sidecar, other],
+            client(sidecar.address()) as one,
+        ):
+            stream = one.generate(token_ids=PROMPT, max_tokens=60, ignore_eos=True, temperature=0.0)
+            tokens = [token async for event in stream for token in getattr(event, "token_ids", ())]
+            assert tokens == greedy(PROMPT, 60)
+            assert other.count("listener.*.ssl.handshake") >= 1, "no TLS between them: the test is void"
+
+            cancelled = one.generate(token_ids=PROMPT, max_tokens=LONG, ignore_eos=True)
+            await anext(cancelled)
+            cancelled.close()
+            await is_idle(server)
+
+            # Who shows no certificate, or another one of the same authority, is nobody.
+            for names in ((), ("stranger.mesh",)):
+                credentials = authority.channel_credentials(*names)
+                options = [("grpc.ssl_target_name_override", "server.mesh")]
+                async with grpc.aio.secure_channel(between, credentials, options) as channel:
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await stub_of(channel).GetModel(inference_pb2.GetModelRequest(), timeout=10)
+                    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+            lost = one.generate(token_ids=PROMPT, max_tokens=LONG, ignore_eos=True)
+            async for event in lost:
+                if getattr(event, "token_ids", ()):
+                    server.signal(signal.SIGKILL)
+                    break
+            with pytest.raises(TransportLost):
+                await lost.text()
