@@ -222,11 +222,12 @@ class Tenure:
         self._act_on_facts()
 
     def _take_report(self, rank: Rank, report: rank_health_pb2.RankReport) -> None:
-        if report.accepted > self._ledger.last_sent:
-            self.accuse(rank, f"says that it accepted step {report.accepted}, which was never sent")
-            return
         if report.epoch > self.epoch:
             self._fenced(rank, f"it granted epoch {report.epoch}")
+        if report.accepted > self._ledger.last_sent:
+            if report.epoch <= self.epoch:  # else the next owner sent it
+                self.accuse(rank, f"says that it accepted step {report.accepted}, which was never sent")
+            return
         if report.HasField("busy") and not self._silenced:
             self._listener.rank_is_busy(rank, report.busy)
         self._reports.saw_report(rank, report)

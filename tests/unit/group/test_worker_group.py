@@ -274,6 +274,20 @@ async def test_fenced_group_touches_nothing() -> None:
     assert executor.num_shutdowns == 0
 
 
+async def test_owner_that_slept_through_its_end_hears_of_the_next_one_not_of_steps_it_never_sent() -> None:
+    executor = FakeExecutor()
+    recorded = Recorded(executor)
+    await recorded.form()
+    report = executor.fakes[0].report()
+    report.epoch += 1
+    report.accepted += 9  # the next owner sent them
+    executor.fakes[0].say(report=report)
+    await until(lambda: recorded.losses, "the verdict")
+    assert recorded.losses[0].kind is LossKind.FENCED
+    assert recorded.losses[0].reason == f"rank 0 has another owner: it granted epoch {report.epoch}"
+    await recorded.group.teardown("fenced")
+
+
 async def test_goodbye_parts_from_the_ranks_without_a_verdict_and_teardown_leaves_them_alone() -> None:
     executor = FakeExecutor(2)
     recorded = Recorded(executor)
