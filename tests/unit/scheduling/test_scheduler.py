@@ -191,22 +191,23 @@ def test_preemption_takes_the_youngest_of_the_lowest_priority():
 def test_preempted_row_keeps_its_place_and_computes_all_its_tokens_again():
     bench = Bench(num_blocks=12, block_size=4, max_model_len=45, max_num_batched_tokens=64)  # E2
     requests = [bench.add(make_request(f"r{n}", prompt(10, n), 25)) for n in range(3)]
-    known_when_preempted = {}
-    resumed = 0
-    bench.on_plan = lambda plan, delta: known_when_preempted.update(
-        {loss.req_index: loss.num_computed_tokens + 1 for loss in plan.preempted}
-    )
-    while bench.scheduler.has_work() or bench.num_in_flight:
-        bench.turn()
-    for plan in bench.plans:
+    row_of, resumed = {}, 0
+
+    def look(plan, delta):
+        nonlocal resumed
+        row_of.update({new.req_index: new.sample.request for new in plan.new_rows})
         for change in plan.changes:
             if change.replace:
                 resumed += 1
                 assert not change.append
-                assert change.num_computed_tokens + change.num_scheduled_tokens <= change.num_prefill_tokens
-                assert len(change.replace) * 4 >= change.num_prefill_tokens
+                known = 10 + len(bench.outputs[row_of[change.req_index], 0])
+                assert change.num_computed_tokens + change.num_scheduled_tokens == known == change.num_prefill_tokens
+                assert len(change.replace) == -(-known // 4)
+
+    bench.on_plan = look
+    while bench.scheduler.has_work() or bench.num_in_flight:
+        bench.turn()
     assert resumed == bench.scheduler.num_preemptions >= 2
-    assert known_when_preempted
     bench.check_outputs(requests)
 
 
