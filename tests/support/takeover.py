@@ -185,6 +185,8 @@ class Reading:
             place = next(at for at in range(stop_at, num_tokens) if expected.index(expected[at]) == at)
             self.stop_id, expected = expected[place], expected[: place + 1]
             options["stop_token_ids"] = [self.stop_id]
+        if seed is not None:
+            options["seed"] = seed
         self.request_id, self.prompt, self.expected = request_id, prompt, expected
         self.token_ids: list[int] = []
         self.token_at: list[float] = []
@@ -195,7 +197,6 @@ class Reading:
             max_tokens=num_tokens,
             temperature=temperature,
             ignore_eos=True,
-            **({} if seed is None else {"seed": seed}),
             **options,
         )
         self.task = asyncio.create_task(self._read())
