@@ -63,7 +63,7 @@ class ControlPlane:
 
     def times(self, kind: type[Announcement], stage: str = "") -> list[float]:
         """When announcements of a kind were heard."""
-        return [at for at, one in self.announced if isinstance(one, kind) and (not stage or one.stage == stage)]
+        return [at for at, one in self.announced if isinstance(one, kind) and stage in ("", getattr(one, "stage", ""))]
 
     async def heard(
         self, kind: type[Announcement], stage: str = "", *, times: int = 1, timeout_s: float = 60.0
