@@ -93,11 +93,15 @@ MORE = tuple(
 )
 
 
+_WHOLE = 90  # the architecture of which the selection has more
+
+
 def variants(*, everything: bool) -> Iterator[Variant]:
-    """Yield what to compile: a selection that reaches every kernel and type, or all."""
+    """Yield what to compile: all; or every kernel for every architecture, and every type and kind of heads for one."""
     for architecture in ARCHITECTURES:
-        for heads in (*COMMON, *MORE) if everything else COMMON:
-            types = _TYPES if everything or heads is COMMON[0] else {"bf16": 2}
+        is_whole = architecture == _WHOLE
+        for heads in (*COMMON, *MORE) if everything else COMMON if is_whole else COMMON[:1]:
+            types = _TYPES if everything or (is_whole and heads is COMMON[0]) else {"bf16": 2}
             for kind in types:
                 yield from _attention(architecture, heads, kind)
         for kind in _TYPES if everything else ("bf16",):
