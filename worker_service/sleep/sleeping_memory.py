@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from service_chassis.errors import InvalidParameter, WrongState
 from worker_service.models.registry import Model
@@ -92,7 +92,7 @@ class SleepingMemory:
 
     def _read_again(self, backend: SleepBackend, model: Model, progress: Progress) -> None:
         try:
-            put = self._renewal.stage(self._source, model, progress)
+            put = self._read(self._source, model, progress)
         except InvalidParameter as error:
             raise WrongState(f"the weights cannot be read again: {error.message}") from error
         backend.wake_up(WEIGHTS)
@@ -101,13 +101,18 @@ class SleepingMemory:
 
     # Other weights
 
+    def _read(self, path: str, model: Model, progress: Progress) -> Callable[[], None]:
+        with _refusing_what_cannot_be_read(path):
+            return self._renewal.stage(path, model, progress)
+
     def stage(self, path: str, model: Model, progress: Progress) -> int:
         """Read the weights of another checkpoint beside the present ones; return the number of its tensors."""
         self.unstage()
-        num_tensors = check_types(path, self._source)
+        with _refusing_what_cannot_be_read(path):
+            num_tensors = check_types(path, self._source)
         if self._platform.device.type == "cpu":  # else they are staged on the host, whose memory is not read here
             self._check_room(model.weight_bytes, "to have old and new weights side by side")
-        self._staged, self._staged_path = self._renewal.stage(path, model, progress), path
+        self._staged, self._staged_path = self._read(path, model, progress), path
         return num_tensors
 
     def unstage(self) -> None:
@@ -132,3 +137,16 @@ class SleepingMemory:
         if needed > available:
             rule = f"{needed / _MIB:.0f} MiB are needed {purpose}, and {available / _MIB:.0f} MiB are available"
             raise WrongState(rule)
+
+
+@contextmanager
+def _refusing_what_cannot_be_read(path: str) -> Iterator[None]:
+    """Blame the path: nothing has changed yet, so it is no failure of the rank."""
+    try:
+        yield
+    except ConnectionError:
+        raise  # another rank is gone: not the path's fault
+    except OSError as error:
+        raise InvalidParameter("path", path, f"cannot be read: {error.strerror or type(error).__name__}") from error
+    except RecursionError as error:
+        raise InvalidParameter("path", path, "cannot be read: JSON nested too deeply") from error

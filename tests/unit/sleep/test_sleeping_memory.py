@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -236,3 +237,24 @@ def test_memory_saver_pauses_by_tag_and_restores_what_is_kept(monkeypatch: pytes
         *(f"pause {tag}" for tag in ("weights", "kv_cache")),
         *(f"resume {tag}" for tag in ("weights", "kv_cache")),
     ]
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (lambda path: path.mkdir(), "cannot be read: Is a directory"),
+        (lambda path: path.write_bytes((9000).to_bytes(8, "little") + b"[" * 9000), "cannot be read: JSON nested"),
+    ],
+    ids=["directory", "nested"],
+)
+def test_checkpoint_that_cannot_be_read_is_refused_and_is_no_failure_of_the_rank(
+    tmp_path: Path, make: Callable[[Path], object], rule: str
+) -> None:
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(InvalidParameter, match=rule):
+        memory(PagesBackend()).stage(str(tmp_path), Model(), ignore)  # type: ignore[arg-type]
+
+
+def test_path_that_is_too_long_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="cannot be read: File name too long"):
+        memory(PagesBackend()).stage("/" + "a" * 5000, Model(), ignore)  # type: ignore[arg-type]
