@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from worker_service.models.registry import Model
 from worker_service.runner import Progress
 from worker_service.sleep.pages import trim_heap
 from worker_service.sleep.tensors import memory_of, tensors_in
+
+_CHECKED_AT_ONCE = 1 << 24
 
 
 class Renewal(Protocol):
@@ -49,6 +51,7 @@ class Anew:
         fresh = self._load(path, progress)
         if fresh.config != model.config:
             raise InvalidParameter("path", path, different_config(model.config, fresh.config))
+        check_finite(path, tensors_in(fresh))
 
         def put() -> None:
             # Whoever holds the model holds it still.
@@ -79,6 +82,7 @@ class InPlace:
             for name, slot in slots.items()
         }
         load_checkpoint(directory, on_host, ignored=ignored, progress=progress)
+        check_finite(path, [slot.target for slot in on_host.values()])
 
         def put() -> None:
             for name, slot in on_host.items():
@@ -109,6 +113,20 @@ def check_types(path: str, source: str) -> int:
         if kind != present.get(name, kind):
             raise InvalidParameter("path", path, f"tensor {name} must be of type {present[name]}, not {kind}")
     return len(types)
+
+
+def check_finite(path: str, tensors: Iterable[Tensor]) -> None:
+    """Refuse weights that would make every request lose the group, and could not be replaced any more.
+
+    Raises:
+        InvalidParameter: some number is infinite or none.
+    """
+    for tensor in tensors:
+        if tensor.is_floating_point() and not tensor.is_mkldnn:
+            # In parts: the answer takes a byte for each number.
+            parts = tensor.detach().flatten().split(_CHECKED_AT_ONCE)
+            if not all(bool(part.isfinite().all()) for part in parts):
+                raise InvalidParameter("path", path, "must hold finite numbers alone; some weight is infinite or NaN")
 
 
 def different_config(present: object, new: object) -> str:

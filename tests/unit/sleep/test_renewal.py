@@ -90,3 +90,15 @@ def test_types_are_those_of_the_present_checkpoint_as_long_as_it_is_there(tmp_pa
     with pytest.raises(InvalidParameter, match=r"tensor .* must be of type F32, not F16"):
         check_types(str(tmp_path / "half"), str(source))
     assert check_types(str(tmp_path / "half"), str(tmp_path / "gone")) == len(tensors)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("renewal", [Anew(lambda path, progress: loaded(Path(path))), InPlace()])
+def test_weights_that_are_no_numbers_are_refused_before_they_serve(tmp_path: Path, renewal: Any, number: float) -> None:
+    model = loaded(checkpoint(tmp_path / "one", 1))
+    tensors = tiny_tensors(CONFIG, seed=2)
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = number
+    other = write_checkpoint(tmp_path / "two", CONFIG, tensors)
+    with pytest.raises(InvalidParameter, match="must hold finite numbers alone"):
+        renewal.stage(str(other), model, ignore)
+    assert_holds(model, 1)
