@@ -57,7 +57,7 @@ class GroupTrace:
         number = f"{self._id(step)}/{rank}"
         self._bar("b", "queue", number, pid, timing.accepted_ns, {"step": step})
         self._bar("e", "queue", number, pid, timing.started_ns, {})
-        args = {"step": step}
+        args: dict[str, object] = {"step": step}
         self._slice(f"step {step}", pid, _DEVICE, timing.started_ns, timing.completed_ns, args)
         sampling_ns = timing.sampling_ns or timing.completed_ns
         self._slice("execute", pid, _DEVICE, timing.started_ns, sampling_ns, args)

@@ -124,7 +124,7 @@ def check_finite(path: str, tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_floating_point() and not tensor.is_mkldnn:
             # In parts: the answer takes a byte for each number.
-            parts = tensor.detach().flatten().split(_CHECKED_AT_ONCE)
+            parts = torch.split(tensor.detach().flatten(), _CHECKED_AT_ONCE)
             if not all(bool(part.isfinite().all()) for part in parts):
                 raise InvalidParameter("path", path, "must hold finite numbers alone; some weight is infinite or NaN")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ from support.worker_process import DeltaMaker, Goodbye
 from worker_service.config import WorkerConfig
 from worker_service.heartbeat import Failure
 from worker_service.model_files import read_model_files
-from worker_service.rank import Rank
 from worker_service.runner import LoadOptions, ModelFacts, Progress
 from worker_service.scripted import ScriptedRunner
+
 
 async def test_stages_come_in_order_and_repeat_harmlessly() -> None:
     async with started_rank() as rank:
