@@ -19,7 +19,10 @@ from typing import Any
 
 import pytest
 
+from maniple_client import Client
+from support.faults import model_with
 from support.scripted_reference import logits
+from support.serve_process import serving
 
 pytest.importorskip("smg", reason="the gateway's wheel exists for Linux only")
 
@@ -73,6 +76,13 @@ def wait_for_gateway(gateway: subprocess.Popen[bytes], port: int, log: Path) -> 
     raise AssertionError(f"the gateway is not ready: {log.read_text()[-2000:]}")
 
 
+def launch_gateway(address: str, port: int, metrics_port: int, *more: str) -> list[str]:
+    """Return the command that starts the gateway in front of a server."""
+    launch = [sys.executable, "-m", "smg", "launch", "--worker-urls", f"grpc://{address}"]
+    launch += ["--host", "127.0.0.1", "--port", str(port), "--shutdown-grace-period-secs", "1"]
+    return [*launch, "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), *more]
+
+
 def exchange(port: int, method: str, path: str, body: object = None) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
@@ -94,10 +104,7 @@ def gateway_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[in
     with process(serve, logs / "server", stdout=subprocess.PIPE) as server:
         address = wait_for_server(server, logs / "server")
         port, metrics_port = free_port(), free_port()
-        launch = [sys.executable, "-m", "smg", "launch", "--worker-urls", f"grpc://{address}"]
-        launch += ["--host", "127.0.0.1", "--port", str(port)]
-        launch += ["--shutdown-grace-period-secs", "1"]
-        launch += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+        launch = launch_gateway(address, port, metrics_port)
         with process(launch, logs / "gateway", stdout=subprocess.DEVNULL) as gateway:
             wait_for_gateway(gateway, port, logs / "gateway")
             yield port, metrics_port
@@ -227,3 +234,52 @@ def test_gateway_passes_a_json_schema_on(gateway_port: int) -> None:
     assert answer.keys() == {"bird", "count"}
     assert answer["bird"] in ("🦩", "corvus")
     assert choice["finish_reason"] == "stop"
+
+
+@contextmanager
+def streaming(port: int, max_tokens: int) -> Iterator[http.client.HTTPResponse]:
+    """Ask for a stream and yield it when it brings the first text; leaving early is what a client does that goes."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    body = {"model": "maniple", "prompt": "Salve?", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200
+        assert response.readline().startswith(b"data: {")
+        yield response
+    finally:
+        connection.close()
+
+
+def test_client_that_goes_frees_its_request_and_a_drain_is_seen_while_streams_finish(tmp_path: Path) -> None:
+    words = ("--model", model_with(step_time_s=0.005), "--served-model-name", "maniple")
+    port, metrics_port = free_port(), free_port()
+    often = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
+    with serving(*words) as server, Client(server.address) as ours:
+        launch = launch_gateway(server.address, port, metrics_port, *often)
+        with process(launch, tmp_path / "gateway", stdout=subprocess.DEVNULL) as gateway:
+            wait_for_gateway(gateway, port, tmp_path / "gateway")
+
+            def load() -> int:
+                (group,) = ours.status().groups
+                return group.num_running + group.num_waiting
+
+            with streaming(port, 3000):  # a quarter of a minute
+                assert load() == 1
+            gone_at = time.monotonic()
+            while load():
+                assert time.monotonic() - gone_at < 1.0
+                time.sleep(0.01)
+
+            with streaming(port, 800) as response:
+                server.signal(signal.SIGTERM)
+                deadline = time.monotonic() + PATIENCE_S
+                while exchange(port, "GET", "/readiness")[0] == 200:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+                assert load() == 1, "it was over before the gateway saw the drain"
+                lines = [line for line in response.read().decode().splitlines() if line]
+            assert lines[-1] == "data: [DONE]"
+            choices = [one for line in lines[:-1] for one in json.loads(line.removeprefix("data: "))["choices"]]
+            assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["length"]
+            assert server.exit_code() == 0
