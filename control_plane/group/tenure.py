@@ -28,6 +28,8 @@ log = get_logger()
 OUTPUT_RANK = Rank(0)
 _RUN = (scheduler_delta_pb2.SchedulerDelta.MODE_UNSPECIFIED, scheduler_delta_pb2.SchedulerDelta.MODE_RUN)
 _HEALTH_RETRY_S = 0.1
+# Later than this, a thread did not run: its process, or its host, is stopped or starved.
+_NOTABLY_LATE_S = 1.0
 
 
 class TenureListener(Protocol):
@@ -255,6 +257,8 @@ class Tenure:
                 async for report in self._executor.watch_health(rank, self.epoch):
                     was_heard = True
                     self._reports.heard_health(rank)
+                    if report.late_ms > 1000 * _NOTABLY_LATE_S:
+                        log.warning("rank.was_late", rank=rank, late_s=report.late_ms / 1000)
                     self._take_report(rank, report)
             except ConnectionError as error:
                 # Once for each time that it broke: behind a proxy a rank that is gone refuses every new try. And a rank
@@ -273,7 +277,7 @@ class Tenure:
             oldest = self._ledger.oldest
             self._reports.watch_step(oldest, self._budget_s(oldest) if oldest else 0.0)
             late_s = move_clock(self._reports.state, now, tick_s)
-            if late_s > 1.0:
+            if late_s > _NOTABLY_LATE_S:
                 log.warning("watchdog.was_late", late_s=round(late_s, 3))
             if not self._silenced:
                 self._listener.tenure_judged(verdict(now, self._reports.state))

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from control_plane.group.loss import GroupNotFormed, LossKind, LossReason
 from control_plane.group.settings import GroupSettings
@@ -199,6 +200,27 @@ async def test_group_is_lost_when_one_connection_is_silent(
     assert recorded.losses[0].rank == 0
     assert "silent" in recorded.losses[0].reason
     assert recorded.health[1][0] is False  # it was suspect before
+
+
+async def test_rank_whose_heartbeats_were_late_is_named_and_that_is_no_loss(
+    recorded: Recorded, executor: FakeExecutor
+) -> None:
+    punctual = executor.fakes[0].report
+
+    def late() -> rank_health_pb2.RankReport:
+        report = punctual()
+        report.late_ms = 1500
+        return report
+
+    with capture_logs() as logs:
+        executor.fakes[0].report = late  # type: ignore[method-assign]
+        await until(lambda: [line for line in logs if line["event"] == "rank.was_late"], "it is seen")
+        executor.fakes[0].report = punctual  # type: ignore[method-assign]
+    told = next(line for line in logs if line["event"] == "rank.was_late")
+    assert (told["rank"], told["late_s"], told["log_level"]) == (0, 1.5, "warning")
+    recorded.send(1)
+    await recorded.answered(1)
+    assert not recorded.losses
 
 
 async def test_group_is_lost_when_a_step_runs_over_its_budget_though_the_rank_speaks(
