@@ -27,6 +27,8 @@ from worker_service.servicer import worker_service_handler
 
 # A rank that was told to go is gone within this time, also when its device hangs in a collective or Python is stuck.
 _EXIT_WITHIN_S = 1
+# The call that lets a rank go gets its answer before everything ends.
+_ANSWER_S = 0.05
 _PARENT_DIED = 71
 
 
@@ -115,6 +117,7 @@ async def run_worker(config: WorkerConfig) -> int:
     get_logger().info("worker.listening", address=address, health_address=rank.health_address, pid=os.getpid())
     await gone.wait()
     get_logger().info("worker.stopping")
+    await asyncio.sleep(_ANSWER_S)
     await server.stop(0)
     await rank.close()
     health.stop()
