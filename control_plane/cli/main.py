@@ -33,10 +33,13 @@ GROUPS: dict[str, dict[str, Command]] = {
     "Operate": {
         "admin pause": Command("admin", "stop scheduling: abort, finish or freeze what is here"),
         "admin resume": Command("admin", "schedule again"),
-        "admin sleep": Command("admin", "sleep; level 0 stops scheduling"),
+        "admin sleep": Command("admin", "stop scheduling, and give memory back"),
         "admin wake-up": Command("admin", "end a sleep"),
+        "admin update-weights": Command("admin", "replace the weights by those of another checkpoint"),
         "admin reset-prefix-cache": Command("admin", "forget cached prefixes"),
         "admin drain": Command("admin", "finish what is here, accept no more"),
+        "admin start-profile": Command("admin", "profile the control plane"),
+        "admin stop-profile": Command("admin", "end the profile, and say where it is"),
     },
     "Models": {
         "model fetch": Command("model", "fetch a model into the cache"),
