@@ -34,7 +34,8 @@ async def test_queued_paused_and_final_only_streams_outlive_idle_timeouts(tmp_pa
                             request = request_of(f"{kind}-{name}", max_tokens)
                             request.only_final = kind == "queues"
                             calls.append((max_tokens, stub.Generate(request)))
-                    assert (await calls[0][1].read()).WhichOneof("event") == "started"
+                            if len(calls) == 1:  # this one has the row, whichever of the proxies is faster
+                                assert (await calls[0][1].read()).WhichOneof("event") == "started"
                     await caller.admin.PauseGeneration(admin_pb2.PauseGenerationRequest(mode=admin_pb2.PAUSE_MODE_KEEP))
                     heard = [asyncio.create_task(rest(call)) for _, call in calls]
                     began = time.monotonic()
