@@ -496,6 +496,8 @@ class Engine:
 
     async def _run(self) -> None:
         while not self._has_failed:
+            # Before anything is looked at: who changes something while this pass lets others run wakes the next one.
+            self._wake.clear()
             self._apply_results()
             now = self.now()
             for request_id in self._scheduler.expired(now):
@@ -599,7 +601,6 @@ class Engine:
         return min((at for at in alarms if at is not None), default=None)
 
     async def _sleep_until(self, alarm: float | None) -> None:
-        self._wake.clear()
         try:
             async with asyncio.timeout(None if alarm is None else max(alarm - self.now(), 0.001)):
                 await self._wake.wait()
