@@ -86,7 +86,7 @@ RECIPES: dict[str, Recipe] = {
     "ours": _ours("--dtype", "bfloat16"),
     "ours-float32": _ours("--dtype", "float32"),
     "ours-int8": _ours("--quantization", "int8"),
-    "ours-q4": _ours("--gguf"),
+    "ours-q4": _ours("--gguf", "--quantization", "q4"),
     "vllm": _vllm("bfloat16"),
     "vllm-float32": _vllm("float32"),
     "llama": Recipe(door="llama", words=_llama),
