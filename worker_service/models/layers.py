@@ -115,7 +115,7 @@ class Linear:
         """Reorder the weight where that helps; the plain one is let go unless somebody else needs it."""
         placement = self._placement
         if placement.quantization:
-            self.grouped = group_weights(self.weight, self._blocks, placement.quantization)
+            self.grouped = group_weights(self.weight, self._blocks, placement.quantization, placement.memory)
             self.bias = None if self.bias is None else self.bias.float()
             self.weight, self._blocks = placement.empty(0, 0), {}
             return
@@ -238,7 +238,7 @@ class Embedding:
         placement = self._placement
         if quantization := placement.quantization:
             wanted = quantization if self._blocks else Quantization("int8")
-            self.grouped = group_weights(self.weight, self._blocks, wanted)
+            self.grouped = group_weights(self.weight, self._blocks, wanted, placement.memory)
             self.weight, self._blocks = placement.empty(0, 0), {}
 
     @property
@@ -289,7 +289,7 @@ class VocabLinear(Linear):
             self.grouped, self.weight = self._tied_to.grouped, self._tied_to.weight
         else:
             wanted = placement.quantization if self._blocks else Quantization("int8")
-            self.grouped = group_weights(self.weight, self._blocks, wanted)
+            self.grouped = group_weights(self.weight, self._blocks, wanted, placement.memory)
             self.weight, self._blocks = placement.empty(0, 0), {}
 
     @property

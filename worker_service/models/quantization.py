@@ -18,6 +18,7 @@ from torch import Tensor
 from maniple_kernels.quantized_linear import GROUP, GroupedWeights, can_quantize, pack_bytes, pack_nibbles
 from service_chassis.errors import InvalidParameter
 from worker_service.models.config import LlamaConfig
+from worker_service.models.weight_memory import WeightMemory
 
 QUANTIZATIONS = ("none", "int8", "q4")
 # Kinds of GGUF blocks that are kept, and the bytes of one, of 32 weights: float16 scale, for Q4_1 least weight, codes.
@@ -62,27 +63,44 @@ def empty_blocks(kind: str, num_outputs: int, num_inputs: int, device: torch.dev
     return BlockRows(kind, torch.empty((num_outputs, num_bytes), dtype=torch.uint8, device=device))
 
 
-def group_weights(weight: Tensor, blocks: Mapping[int, BlockRows], quantization: Quantization) -> GroupedWeights:
+def group_weights(
+    weight: Tensor, blocks: Mapping[int, BlockRows], quantization: Quantization, memory: WeightMemory
+) -> GroupedWeights:
     """Return the weights of a linear layer as they are computed.
 
     Args:
         weight: [outputs, inputs]; what is in ``blocks`` is not read.
         blocks: first output -> weights of it and of those behind it.
         quantization: of the model.
+        memory: for the result.
     """
+    packed = _pack(_codes(weight, blocks, quantization))
+    return GroupedWeights(
+        _placed(packed.codes, memory),
+        _placed(packed.scales, memory),
+        None if packed.leasts is None else _placed(packed.leasts, memory),
+        packed.num_outputs,
+    )
+
+
+def _placed(tensor: Tensor, memory: WeightMemory) -> Tensor:
+    return memory.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
+
+def _codes(weight: Tensor, blocks: Mapping[int, BlockRows], quantization: Quantization) -> Codes:
     if not blocks:
-        return _pack(quantize_nibbles(weight) if quantization.bits == 4 else quantize_bytes(weight))
+        return quantize_nibbles(weight) if quantization.bits == 4 else quantize_bytes(weight)
     bounds = _bounds(weight, blocks)
     kept = [codes_of(blocks[first]) if first in blocks else None for first, _ in bounds]
     whole = [codes for codes in kept if codes is not None]
     kinds = {codes.leasts is None for codes in whole}
     if len(whole) == len(kept) and (kinds == {True} or (kinds == {False} and quantization.name == "q4")):
-        return _pack(_joined(whole))
+        return _joined(whole)
     plain = [
         weight[first:last].float() if codes is None else _plain(codes)
         for (first, last), codes in zip(bounds, kept, strict=True)
     ]
-    return _pack(quantize_bytes(torch.cat(plain)))
+    return quantize_bytes(torch.cat(plain))
 
 
 def _bounds(weight: Tensor, blocks: Mapping[int, BlockRows]) -> list[tuple[int, int]]:
