@@ -123,9 +123,13 @@ class Dormancy:
             log.warning("weights.not_abandoned", reason=error.message)
 
     async def commit_weights(self) -> None:
-        """Have all ranks put the weights that they read in place; those are awake then. Raises as ``ask_all``."""
+        """Have all ranks put the weights that they read in place; those are awake then.
+
+        Raises:
+            GroupLost: a rank did not, while others may have: tokens of mixed weights must never be served.
+        """
         async with self._undisturbed() as last_step:
-            await commit_weights(self._group, last_step)
+            await commit_weights(self._group, last_step, may_refuse=False)
         self._set(self.asleep - {WEIGHTS})
 
     def _set(self, asleep: frozenset[str]) -> None:
@@ -140,9 +144,9 @@ async def stage_weights(group: WorkerGroup, after_step: int, path: str) -> int:
     return max(answer.num_tensors for answer in cast("list[worker_pb2.WorkerServiceUpdateWeightsResponse]", answers))
 
 
-async def commit_weights(group: WorkerGroup, after_step: int) -> None:
+async def commit_weights(group: WorkerGroup, after_step: int, *, may_refuse: bool = True) -> None:
     """Have the ranks put them in place."""
     request = _Update(after_step=after_step, phase=_Update.PHASE_COMMIT)
-    answers = await group.ask_all("UpdateWeights", request, timeout_s=_SLEEP_TIMEOUT_S)
+    answers = await group.ask_all("UpdateWeights", request, timeout_s=_SLEEP_TIMEOUT_S, may_refuse=may_refuse)
     taken = sum(answer.taken_bytes for answer in cast("list[worker_pb2.WorkerServiceUpdateWeightsResponse]", answers))
     log.info("weights.replaced", taken_bytes=taken)

@@ -370,8 +370,16 @@ class WorkerGroup:
         taken = [await stream.goodbye(kind, timeout_s=_FAREWELL_S) for stream in reversed(self._tenure.streams)]
         return all(taken)
 
-    async def ask_all(self, method: str, request: Message, *, timeout_s: float) -> list[Message]:
+    async def ask_all(
+        self, method: str, request: Message, *, timeout_s: float, may_refuse: bool = True
+    ) -> list[Message]:
         """Make a call that changes the ranks on all of them, in rank order; our epoch is set in ``request``.
+
+        Args:
+            method: of WorkerService.
+            request: the same for all.
+            timeout_s: for the slowest.
+            may_refuse: False where ranks must not differ in it: one that refuses then loses the group, too.
 
         Raises:
             InvalidParameter, WrongState, NotBuilt: a rank refused, in its words; the group lives on.
@@ -384,7 +392,7 @@ class WorkerGroup:
             return await self.executor.collective_rpc(method, request, timeout_s=timeout_s)
         except RankCallError as error:
             cause = error.error
-            if isinstance(cause, InvalidParameter | WrongState | NotBuilt):
+            if may_refuse and isinstance(cause, InvalidParameter | WrongState | NotBuilt):
                 if len(self.executor.ranks) > 1:
                     cause.message = clip(f"rank {error.rank}: {cause.message}")
                     cause.args = (cause.message,)

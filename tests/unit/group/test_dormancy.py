@@ -84,6 +84,19 @@ async def test_checkpoint_that_one_rank_refuses_is_let_go_by_all() -> None:
         assert group.healthy
 
 
+async def test_rank_that_refuses_weights_which_others_may_have_taken_loses_the_group() -> None:
+    ranks = FakeExecutor(2)
+    async with dormancy(ranks) as (one, group, _):
+        await one.stage_weights("/new")
+        ranks.fakes[1].call_errors["UpdateWeights"] = WrongState("no weights were read that could be put in place")
+        with pytest.raises(GroupLost, match="rank 1 failed at UpdateWeights: .*no weights were read"):
+            await one.commit_weights()
+        assert ranks.fakes[0].requests["UpdateWeights"] == Update(epoch=1, after_step=41, phase=Update.PHASE_COMMIT)
+        assert group.loss is not None
+        assert group.loss.rank == 1
+        assert not group.healthy
+
+
 @pytest.mark.parametrize("error", [ConnectionError("reset"), TimeoutError()])
 async def test_rank_that_fails_at_it_loses_the_group_by_its_name(error: Exception) -> None:
     ranks = FakeExecutor(2)
