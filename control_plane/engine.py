@@ -590,6 +590,7 @@ class Engine:
                 continue
             if finish is None:
                 self._scheduler.finish(request.request_id, scheduled.FinishReason.STOP, sample_index=index)
+                self._wake.set()  # what there is to send was looked at before
             if live.is_over:
                 self._end(live, None)
         if num_tokens:

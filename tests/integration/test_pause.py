@@ -70,6 +70,20 @@ async def test_cancel_abort_and_deadline_work_on_frozen_requests_and_workers_hea
         assert (await kept.end()).token_ids == greedy([*PROMPT, 0], 120)
 
 
+async def test_keep_takes_effect_where_text_ends_the_last_request_that_computes() -> None:
+    # Found in its text, which is written after it was decided that there is nothing to send.
+    prompt = next([n] for n in range(256) if all(32 < token < 127 for token in greedy([n], 3)))
+    first, second, third = greedy(prompt, 3)
+    assert third not in (first, second)
+    async with real_doors(model_with(step_time_s=0.2), max_steps_in_flight=1) as doors, asyncio.timeout(30):
+        reader = Reader(doors.generate("r", prompt, LONG, sampling={"stop": [chr(third)]}))
+        await until(lambda: len(reader.token_ids) == 2, "the step that computes the third")
+        await doors.admin.PauseGeneration(pb.PauseGenerationRequest(mode=pb.PAUSE_MODE_KEEP))
+        assert (await reader.end()).reason == inference_pb2.FINISH_REASON_STOP
+        assert doors.fleet.is_paused
+        await doors.running.settled()
+
+
 async def test_wait_lets_requests_finish_that_are_here_and_refuses_others() -> None:
     async with real_doors(SLOW, max_num_seqs=2) as doors, asyncio.timeout(30):
         readers = await running(doors, 2, 60)
