@@ -38,6 +38,7 @@ class RankReports:
         self._state_digests = DigestCheck("state")
         self._token_digests = DigestCheck("token")
         self._state_digests.expect(0, 0)
+        self._answered_at = float("-inf")  # when all ranks had answered the last call that made them busy
 
     def on_exit(self, end: RankExit) -> None:
         """Note that a process ended."""
@@ -74,6 +75,15 @@ class RankReports:
         if phrase:
             self.state.ranks[rank].diverged = phrase
 
+    def saw_answers(self) -> None:
+        """Note that every rank answered a call for long work, so that none is busy any more, whatever it said before.
+
+        A rank that stops the moment after has no chance to say so itself, and must not be waited for as a busy one.
+        """
+        self._answered_at = self._clock()
+        for known in self.state.ranks:
+            known.busy = None
+
     def saw_report(self, rank: Rank, report: rank_health_pb2.RankReport) -> None:
         """Take over a report of either connection."""
         known = self.state.ranks[rank]
@@ -84,7 +94,8 @@ class RankReports:
         self.saw_progress(rank, accepted=report.accepted, completed=report.completed)
         known.running_step, known.running_for_s = report.running_step, report.running_for_ms / 1000
         known.busy = None
-        if report.HasField("busy"):
+        # One that was on its way when the answer came tells of work that is over.
+        if report.HasField("busy") and self._clock() - report.busy.for_s > self._answered_at:
             known.busy = BusyState(report.busy.what, report.busy.for_s, report.busy.up_to_s)
         if report.HasField("failure"):
             failure = report.failure

@@ -237,6 +237,10 @@ class Tenure:
         self._act_on_facts()
         self._take_progress(rank, report.accepted, report.completed)
 
+    def saw_answers(self) -> None:
+        """Note that every rank answered a call for long work."""
+        self._reports.saw_answers()
+
     async def news(self) -> Mapping[Rank, rank_health_pb2.RankReport]:
         """Wait until some rank reports, and return the latest report of each that did since the grant."""
         self._progress.clear()
@@ -306,6 +310,11 @@ class Tenure:
         return {
             rank: incarnation for rank, incarnation in self._reports.incarnations.items() if not self.has_exited(rank)
         }
+
+    def have_told_of_a_loss(self) -> set[Rank]:
+        """Return the ranks whose last report says, under our epoch, that they or the group cannot go on."""
+        latest = self._reports.latest.items()
+        return {rank for rank, report in latest if report.epoch == self.epoch and report.HasField("failure")}
 
     def ranks(self) -> list[RankStatus]:
         """Return what is known of each rank."""

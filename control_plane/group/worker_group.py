@@ -188,6 +188,8 @@ class WorkerGroup:
             lost.cancel()
         assert self._tenure is not None, "a group lives under a grant"
         self._tenure.step_us_per_token = adopted.facts.step_us_per_token
+        if adopted.snapshot is None:  # formed, and not found as another owner left it
+            self._tenure.saw_answers()
         self.facts = adopted.facts
         self._set_health(Judgement(Verdict.HEALTHY))
         return adopted
@@ -345,7 +347,14 @@ class WorkerGroup:
             self._tell_loss(loss)
 
     async def _ask_for_the_last_word(self, tenure: Tenure, loss: LossReason) -> None:
-        loss = await confirm(loss, self.executor, tenure.epoch, tenure.living(), timeout_s=_FAREWELL_S)
+        loss = await confirm(
+            loss,
+            self.executor,
+            tenure.epoch,
+            tenure.living(),
+            have_told=tenure.have_told_of_a_loss(),
+            timeout_s=_FAREWELL_S,
+        )
         log.info("loss.confirmed", epoch=tenure.epoch, kind=loss.kind.value, owner_address=loss.owner_address)
         self._tell_loss(loss)
 
@@ -389,7 +398,7 @@ class WorkerGroup:
             raise GroupLost(self.health_reason)
         request.epoch = self._tenure.epoch  # type: ignore[attr-defined]  # all these have one
         try:
-            return await self.executor.collective_rpc(method, request, timeout_s=timeout_s)
+            replies = await self.executor.collective_rpc(method, request, timeout_s=timeout_s)
         except RankCallError as error:
             cause = error.error
             if may_refuse and isinstance(cause, InvalidParameter | WrongState | NotBuilt):
@@ -402,6 +411,8 @@ class WorkerGroup:
             else:
                 self._lose(LossReason(error.rank, f"rank {error.rank} failed at {error.method}: {error.cause}"))
             raise GroupLost(self.health_reason) from error
+        self._tenure.saw_answers()
+        return replies
 
     async def proves_ownership(self) -> bool:
         """Ask the ranks, and say whether one answered just now that the epoch is still ours."""

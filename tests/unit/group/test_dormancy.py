@@ -89,7 +89,7 @@ async def test_rank_that_refuses_weights_which_others_may_have_taken_loses_the_g
     async with dormancy(ranks) as (one, group, _):
         await one.stage_weights("/new")
         ranks.fakes[1].call_errors["UpdateWeights"] = WrongState("no weights were read that could be put in place")
-        with pytest.raises(GroupLost, match="rank 1 failed at UpdateWeights: .*no weights were read"):
+        with pytest.raises(GroupLost, match=r"rank 1 failed at UpdateWeights: .*no weights were read"):
             await one.commit_weights()
         assert ranks.fakes[0].requests["UpdateWeights"] == Update(epoch=1, after_step=41, phase=Update.PHASE_COMMIT)
         assert group.loss is not None
