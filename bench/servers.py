@@ -54,24 +54,24 @@ def _ours(*flags: str) -> Recipe:
     return Recipe(door="maniple", words=words)
 
 
-def _vllm(dtype: str) -> Recipe:
+def _vllm(dtype: str, environ: Callable[[Places], Mapping[str, str]]) -> Recipe:
     def words(places: Places, port: int) -> list[str]:
         command = [str(places.vllm / "bin" / "vllm"), "serve", str(places.model), "--dtype", dtype]
         return [*command, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
 
-    return Recipe(door="openai", words=words, ready_timeout_s=900.0, environ=_vllm_at_its_best)  # it compiles
+    return Recipe(door="openai", words=words, ready_timeout_s=900.0, environ=environ)  # it compiles
 
 
-def _vllm_at_its_best(places: Places) -> dict[str, str]:
-    environ = {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        # By itself it leaves one core to its scheduler, which on two cores is half the machine.
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+def _vllm_by_itself(places: Places) -> dict[str, str]:
+    return {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def _vllm_tuned(places: Places) -> dict[str, str]:
+    # By itself it leaves one core to its scheduler, which on two cores is half the machine.
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
     # Its log recommends to preload this, and it is installed along with it: a quarter more tokens/s for one request.
     openmp = places.vllm / "lib" / "libiomp5.so"
-    return environ | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
+    return _vllm_by_itself(places) | environ | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
 
 
 def _llama(places: Places, port: int) -> list[str]:
@@ -87,8 +87,9 @@ RECIPES: dict[str, Recipe] = {
     "ours-float32": _ours("--dtype", "float32"),
     "ours-int8": _ours("--quantization", "int8"),
     "ours-q4": _ours("--gguf", "--quantization", "q4"),
-    "vllm": _vllm("bfloat16"),
-    "vllm-float32": _vllm("float32"),
+    "vllm": _vllm("bfloat16", _vllm_by_itself),
+    "vllm-tuned": _vllm("bfloat16", _vllm_tuned),
+    "vllm-float32": _vllm("float32", _vllm_by_itself),
     "llama": Recipe(door="llama", words=_llama),
 }
 
