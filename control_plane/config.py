@@ -21,8 +21,9 @@ from control_plane.model_store import looks_like_path, missing_rule
 from control_plane.security_rules import algorithms_rule, knows_callers, plaintext_faults, security_faults
 from control_plane.span_export import STANDARD_VARIABLE, endpoint_rule
 from service_chassis import metrics_server
-from service_chassis.device_ids import KINDS, device_ids_rule, ids_fit_rule, read_device_ids
+from service_chassis.device_ids import KINDS, device_ids_rule, ids_fit_rule
 from service_chassis.errors import ConfigurationError
+from service_chassis.kernel_rules import kernel_faults
 from service_chassis.metrics_server import metrics_address_rule
 from service_chassis.server_address import is_wildcard
 from service_chassis.settings import (
@@ -38,6 +39,7 @@ from service_chassis.settings import (
     read_switch,
     read_text,
     read_whole,
+    read_wholes,
     read_words,
     setting,
     zero_or_at_least,
@@ -86,13 +88,6 @@ def _advertise_rule(value: str) -> str:
 _LARGEST_GRAPH, _MOST_GRAPHS = 4096, 256
 
 
-def _read_sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(",") if word.strip())
-    except ValueError:
-        raise ValueError("must be numbers of rows, by commas, such as 1,2,4,8") from None
-
-
 def _sizes_rule(sizes: tuple[int, ...]) -> str:
     if any(not 1 <= size <= _LARGEST_GRAPH for size in sizes):
         return f"must each be in [1, {_LARGEST_GRAPH}]"
@@ -104,8 +99,8 @@ def _name_rule(value: str) -> str:
 
 
 def _read_groups(text: str) -> tuple[tuple[str, ...], ...]:
-    """Read the addresses of groups: groups parted by semicolons, addresses by commas."""
-    return tuple(group for group in map(read_words, text.split(";")) if group)
+    """Read the addresses of groups: groups parted by semicolons, of which one may end the last, addresses by commas."""
+    return tuple(map(read_words, read_words(text.removesuffix(";"), ";")))
 
 
 def _addresses_rule(value: tuple[tuple[str, ...], ...]) -> str:
@@ -306,9 +301,7 @@ class ControlPlaneConfig:
     """What computes: cpu, cuda, auto. auto: cuda where an NVIDIA driver is present. rocm and xpu are known and refused
     with what is missing."""
 
-    device_ids: tuple[int, ...] = setting(
-        (), topic=GROUP, read=read_device_ids, rule=device_ids_rule, metavar="INDICES"
-    )
+    device_ids: tuple[int, ...] = setting((), topic=GROUP, read=read_wholes, rule=device_ids_rule, metavar="INDICES")
     """Devices of the ranks that this process starts, by commas, group after group in the order of the ranks; as CUDA
     counts those that CUDA_VISIBLE_DEVICES leaves, from 0. Default: the first ones."""
 
@@ -324,7 +317,7 @@ class ControlPlaneConfig:
     """Record no CUDA graphs: workers are ready sooner and take less memory, and every step launches its kernels one by
     one."""
 
-    cuda_graph_sizes: tuple[int, ...] = setting((), topic=GROUP, read=_read_sizes, rule=_sizes_rule, metavar="SIZES")
+    cuda_graph_sizes: tuple[int, ...] = setting((), topic=GROUP, read=read_wholes, rule=_sizes_rule, metavar="SIZES")
     """Numbers of rows, by commas, for which workers on GPUs record a graph of a decoding step; a step is filled up to
     the next of them, and one with more rows runs without. Default: 1, 2, 4, and ever sparser ones up to
     --max-num-seqs, 512 at most."""
@@ -701,6 +694,13 @@ def resolve_auto(
     faults += _device_faults(config, choice.executor, device, world_size)
     if choice.executor in (UNI, MP) and not on_gpu:
         faults += _crowding_faults(config, world_size, os.cpu_count() or 1)
+    if choice.executor in (UNI, MP):
+        faults += kernel_faults(
+            device,
+            attention_backend=config.attention_backend,
+            torch_compile=config.torch_compile,
+            tune_kernels=config.tune_kernels,
+        )
     if faults:
         raise ConfigurationError(faults)
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else 64)

@@ -1,4 +1,4 @@
-"""Say which devices there may be, and read which of them ranks take: ``--device-ids 0,2``."""
+"""Say which devices there may be, and which of them ranks can take: ``--device-ids 0,2``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,6 @@ from collections.abc import Sequence
 # What --device may name besides auto.
 KINDS = ("cpu", "cuda", "rocm", "xpu")
 _LAST_ID = 1023
-
-
-def read_device_ids(text: str) -> tuple[int, ...]:
-    """Read indices parted by commas."""
-    try:
-        return tuple(int(word) for word in text.split(",") if word.strip())
-    except ValueError:
-        raise ValueError("must be indices of devices, by commas, such as 0,2") from None
 
 
 def device_ids_rule(ids: Sequence[int]) -> str:

@@ -140,9 +140,23 @@ def read_text(text: str) -> str:
     return text
 
 
-def read_words(text: str) -> tuple[str, ...]:
-    """Read words separated by commas."""
-    return tuple(word for word in (part.strip() for part in text.split(",")) if word)
+def read_words(text: str, separator: str = ",") -> tuple[str, ...]:
+    """Read words separated by commas. An empty text has none; an empty word is a slip, and not to be guessed at."""
+    words = tuple(part.strip() for part in text.split(separator))
+    if words == ("",):
+        return ()
+    if not all(words):
+        raise ValueError(f"must not have an empty item: two of {separator!r} in a row, or one at an end")
+    return words
+
+
+def read_wholes(text: str) -> tuple[int, ...]:
+    """Read whole numbers separated by commas."""
+    words = read_words(text)
+    try:
+        return tuple(map(int, words))
+    except ValueError:
+        raise ValueError("must be whole numbers, by commas, such as 1,2,4") from None
 
 
 def read_whole(text: str) -> int:

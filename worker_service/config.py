@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from service_chassis import metrics_server
-from service_chassis.device_ids import KINDS, device_ids_rule, ids_fit_rule, read_device_ids
+from service_chassis.device_ids import KINDS, device_ids_rule, ids_fit_rule
 from service_chassis.errors import ConfigurationError
 from service_chassis.flags import add_flags, flag_texts, flag_words
+from service_chassis.kernel_rules import kernel_faults
 from service_chassis.protocol.broadcast_ring import ReaderFds
 from service_chassis.server_address import is_private
 from service_chassis.settings import (
@@ -29,6 +30,7 @@ from service_chassis.settings import (
     read_switch,
     read_text,
     read_whole,
+    read_wholes,
     read_words,
     setting,
     settings_of,
@@ -127,9 +129,7 @@ class WorkerConfig:
     device: str = setting("auto", topic=_DEVICE, read=read_text, rule=one_of("auto", *KINDS))
     """auto, cpu or cuda; rocm and xpu are known and refused with what is missing. auto is what torch was built for, and
     resolved when the model loads: a scripted model needs no torch to ask."""
-    device_ids: tuple[int, ...] = setting(
-        (), topic=_DEVICE, read=read_device_ids, rule=device_ids_rule, metavar="INDICES"
-    )
+    device_ids: tuple[int, ...] = setting((), topic=_DEVICE, read=read_wholes, rule=device_ids_rule, metavar="INDICES")
     """Devices of the ranks here, by commas, in the order of the ranks; as CUDA counts those that CUDA_VISIBLE_DEVICES
     leaves, from 0. Default: --first-device and the next ones."""
     first_device: int = setting(
@@ -169,6 +169,9 @@ class WorkerConfig:
         None, topic=_OWNER, read=read_optional_whole, rule=_open_descriptor_rule, is_internal=True
     )
     """Read end of a pipe that closes when the parent dies; this process then ends at once. Unset: no parent."""
+    port_offset: int = setting(0, topic=_OWNER, read=read_whole, rule=at_least(0, at_most=_LAST_PORT), is_internal=True)
+    """Place of this rank among those that its parent starts with one environment: its ports for probes and metrics are
+    so many behind those that are named there."""
     is_all_here: bool = setting(False, topic=_OWNER, read=read_switch, is_internal=True)
     """Every rank of the group runs beside this one, under the same supervisor: they meet on the loopback, which no mesh
     and no network policy has a say in."""
@@ -272,6 +275,12 @@ def read_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Wor
 
 def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> WorkerConfig:
     """Fill in what follows from other values; add what does not fit together to ``faults``."""
+    config = dataclasses.replace(
+        config,
+        probe_listen=next_address(config.probe_listen, config.port_offset),
+        metrics_listen=next_address(config.metrics_listen, config.port_offset),
+        port_offset=0,
+    )
     if config.node_rank:
         if config.rank or launched.values:
             which = "torchrun, which names every rank" if launched.values else f"--rank, which is {config.rank}"
@@ -289,6 +298,7 @@ def _resolve(config: WorkerConfig, launched: Launched, faults: list[Fault]) -> W
         faults.append(("tensor_parallel_size", config.tensor_parallel_size, rule))
     if rule := ids_fit_rule(len(config.device_ids), num_here):
         faults.append(("device_ids", config.device_ids, rule))
+    faults += kernel_faults_of(config, config.device)
     listen, health_listen = config.listen, config.health_listen
     faults += _tls_faults(config)
     if _address_rule(listen):
@@ -327,6 +337,16 @@ _OPEN_RULE = (
     "can be reached by others, who would see prompts and command the worker: needs --tls-certificate, --tls-key and "
     "--tls-client-ca, or --allow-plaintext-listen on a network that encrypts and admits nobody else"
 )
+
+
+def kernel_faults_of(config: WorkerConfig, device: str) -> list[Fault]:
+    """Find what a rank on this kind of device cannot do; where it is auto, what none can."""
+    return kernel_faults(
+        device,
+        attention_backend=config.attention_backend,
+        torch_compile=config.torch_compile,
+        tune_kernels=config.tune_kernels,
+    )
 
 
 def _tls_faults(config: WorkerConfig) -> list[Fault]:

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from service_chassis.errors import InvalidParameter
+from service_chassis.kernel_rules import TUNE_NEEDS_GPU
 from worker_service.attention.base import AttentionSpec, Tunable
 from worker_service.forward.assemble import ForwardOptions, assemble_forward
 from worker_service.forward.compile_rule import compile_rule
@@ -109,6 +110,8 @@ class TorchModelRunner:
         compiler = self._forward_options.compiler
         if rule := compile_rule(compiler, self._platform.device, self._world_size, implementation):
             raise InvalidParameter("torch_compile", True, rule)
+        if self._forward_options.tune_kernels and self._platform.device.type == "cpu":
+            raise InvalidParameter("tune_kernels", True, TUNE_NEEDS_GPU)
         with explaining_memory("load", self._platform, {}, ("model", options.model)), self._memory.region(WEIGHTS):
             model, dtype, max_model_len = load_model(
                 options, self._platform, self._rank, self._world_size, progress, self._tensors

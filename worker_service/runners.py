@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from service_chassis.errors import InvalidParameter
+from service_chassis.kernel_rules import AUTO
 from service_chassis.scripted import parse_scripted
-from worker_service.config import WorkerConfig
+from worker_service.config import WorkerConfig, kernel_faults_of
 from worker_service.platforms.openmp import bound_spinning
 from worker_service.runner import ModelRunner
 
 
 def make_runner(model: str, config: WorkerConfig) -> ModelRunner:
-    """Return the runner for ``model``, with nothing loaded. Raises ``InvalidParameter`` where torch is missing."""
+    """Return the runner for ``model``, with nothing loaded.
+
+    Raises:
+        InvalidParameter: torch is missing, or this rank's flags ask of its device what that cannot do.
+    """
     options = parse_scripted(model)
     if options is not None:
+        device = config.device if config.device != AUTO else "cpu"  # on which that model computes
+        for fault in kernel_faults_of(config, device):
+            raise InvalidParameter(*fault)
         from worker_service.scripted import ScriptedRunner
 
         return ScriptedRunner(options, rank=config.rank, may_sleep=config.enable_sleep_mode)

@@ -41,6 +41,7 @@ class WorkerSettings:
             "health-listen": health_listen,
             "rank": rank,
             "world-size": world_size,
+            "port-offset": self.first_device + rank,  # groups of one process follow each other in this, too
             "device": self.device,
             "first-device": self.first_device,
             "num-threads": self.num_threads,

@@ -386,8 +386,49 @@ def test_what_workers_are_started_with_is_refused_for_those_that_run(flag: dict[
 
 def test_sizes_of_graphs_are_read_by_commas() -> None:
     assert load_config({"model": "scripted", "cuda_graph_sizes": "8,1, 4"}, {}).cuda_graph_sizes == (8, 1, 4)
-    with pytest.raises(ConfigurationError, match="must be numbers of rows, by commas, such as 1,2,4,8"):
+    with pytest.raises(ConfigurationError, match="must be whole numbers, by commas, such as 1,2,4"):
         load_config({"model": "scripted", "cuda_graph_sizes": "8;1"}, {})
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("cuda_graph_sizes", "1,,2"),
+        ("device_ids", "0, ,1"),
+        ("device_ids", ",1"),
+        ("worker_addresses", "a:1,"),
+        ("worker_addresses", "a:1;;b:1"),
+        ("served_model_name", "one,"),
+        ("auth_jwt_algorithms", ","),
+    ],
+)
+def test_lists_with_an_empty_item_are_refused(field: str, text: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_config({"model": "scripted", field: text}, {})
+    (fault,) = caught.value.faults
+    assert fault[:2] == (field, text)
+    assert fault[2].startswith("must not have an empty item: two of ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"attention_backend": "xformers"}, "attention_backend='xformers': must be auto or one of cpu, flashinfer, "),
+        ({"attention_backend": "triton"}, "attention_backend='triton': needs a CUDA device; the device of ranks is c"),
+        ({"attention_backend": "cpu", "device": "cuda"}, "attention_backend='cpu': needs the CPU; the device of ranks"),
+        ({"torch_compile": "on"}, "torch_compile=True: needs a GPU: on a CPU whole layers"),
+        ({"tune_kernels": "on"}, "tune_kernels=True: needs a GPU: what is measured"),
+    ],
+)
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_kernels_that_cannot_be_where_ranks_are_started_are_refused(
+    executor: str, flags: dict[str, str], told: str
+) -> None:
+    config = load_config({"model": "scripted", "executor": executor, **flags}, {})
+    with pytest.raises(ConfigurationError, match=re.escape(told)):
+        resolve_auto(config, has_gpu=False, on_terminal=False)
+    if "cpu" not in flags.values() and "xformers" not in flags.values():
+        resolve_auto(dataclasses.replace(config, model="demo"), has_gpu=True, on_terminal=False)
 
 
 def test_rules_name_what_a_user_can_type() -> None:

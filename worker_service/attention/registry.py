@@ -7,14 +7,17 @@ from importlib.metadata import entry_points
 
 from maniple_kernels.backend import has_gpu_kernels
 from service_chassis.errors import InvalidParameter
+from service_chassis.kernel_rules import (
+    ATTENTION_ENTRY_POINTS,
+    AUTO,
+    added_attention_backends,
+    attention_backend_rule,
+)
 from service_chassis.telemetry import get_logger
 from worker_service.attention.base import AttentionBackend, AttentionSpec
 
 Factory = Callable[[AttentionSpec], AttentionBackend]
 """Makes a backend; raises ``InvalidParameter`` with the reason where it cannot serve what is asked."""
-
-ENTRY_POINTS = "maniple.attention_backends"
-AUTO = "auto"
 
 
 def _cpu(spec: AttentionSpec) -> AttentionBackend:
@@ -51,6 +54,7 @@ def register_attention_backend(name: str, factory: Factory) -> None:
     if name == AUTO or name in _factories:
         raise ValueError(f"{name}: there is an attention backend of this name")
     _factories[name] = factory
+    added_attention_backends.add(name)
 
 
 def choose_attention_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
@@ -62,8 +66,7 @@ def choose_attention_backend(name: str, spec: AttentionSpec) -> AttentionBackend
     chosen = name if name != AUTO else ("triton" if spec.device.type == "cuda" else "cpu")
     factory = _factories.get(chosen) or _installed(chosen)
     if factory is None:
-        rule = f"must be {AUTO} or one of {', '.join(sorted(_factories))}, or an entry point of {ENTRY_POINTS}"
-        raise InvalidParameter("attention_backend", name, rule)
+        raise InvalidParameter("attention_backend", name, attention_backend_rule(name))
     backend = factory(spec)
     get_logger().info(
         "attention_backend.chosen", name=backend.name, graphs=backend.graphs.value, kv_layout=backend.layout.value
@@ -72,7 +75,7 @@ def choose_attention_backend(name: str, spec: AttentionSpec) -> AttentionBackend
 
 
 def _installed(name: str) -> Factory | None:
-    for point in entry_points(group=ENTRY_POINTS, name=name):
+    for point in entry_points(group=ATTENTION_ENTRY_POINTS, name=name):
         factory: Factory = point.load()
         return factory
     return None

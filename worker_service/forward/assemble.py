@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_service.attention.base import AttentionSpec
-from worker_service.attention.registry import AUTO, choose_attention_backend
+from service_chassis.errors import InvalidParameter
+from service_chassis.kernel_rules import AUTO
+from worker_service.attention.base import AttentionSpec, Tunable
+from worker_service.attention.registry import choose_attention_backend
 from worker_service.forward.forward_pass import ForwardPass
 from worker_service.forward.graph_runner import GraphRunner
 from worker_service.forward.recorder import Recorder
@@ -29,9 +31,12 @@ def assemble_forward(model: Model, spec: AttentionSpec, options: ForwardOptions)
     """Return the forward pass of ``model``.
 
     Raises:
-        InvalidParameter: the attention that was asked for cannot serve it.
+        InvalidParameter: the attention that was asked for cannot serve it, or has nothing to tune.
     """
     attention = choose_attention_backend(options.attention_backend, spec)
+    if options.tune_kernels and not isinstance(attention, Tunable):
+        rule = f"needs the attention backend triton: {attention.name} has no kernels of ours to measure"
+        raise InvalidParameter("tune_kernels", True, rule)
     forward: Forward = model.forward
     if options.compiler:
         from worker_service.forward.compiled_forward import CompiledForward

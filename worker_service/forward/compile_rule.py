@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from service_chassis.kernel_rules import COMPILE_NEEDS_GPU
+
 INDUCTOR = "inductor"  # torch's own compiler
 
 
@@ -16,5 +18,5 @@ def compile_rule(compiler: str, device: torch.device, world_size: int, implement
     if world_size > 1:
         return f"holds on one rank, not on {world_size}: the compiler cannot see into the exchanges between ranks"
     if compiler == INDUCTOR and device.type == "cpu":
-        return "needs a GPU: on a CPU whole layers are one kernel each already, and weights lie as those take them"
+        return COMPILE_NEEDS_GPU
     return ""

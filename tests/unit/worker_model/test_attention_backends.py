@@ -16,11 +16,14 @@ from torch import Tensor
 import support.triton_interpreter  # noqa: F401  # before the kernels
 from maniple_kernels.backend import gpu_kernels_interpreted
 from maniple_kernels.paged_attention import paged_attention_reference, plan_attention
+from service_chassis import kernel_rules
 from service_chassis.errors import InvalidParameter
+from service_chassis.kernel_rules import ATTENTION_ENTRY_POINTS, attention_backend_rule
 from worker_service.attention import registry
 from worker_service.attention.base import AttentionBackend, AttentionSpec, KvLayout, Tunable
 from worker_service.attention.flashinfer import FlashInferAttention, FlashInferPlans, FlashInferStep
 from worker_service.attention.registry import choose_attention_backend, register_attention_backend
+from worker_service.forward.assemble import ForwardOptions, assemble_forward
 from worker_service.forward.step_arrays import DeviceStepArrays
 from worker_service.input_batch import StepInput
 from worker_service.kv_cache import KvCache, KvCacheSpec
@@ -164,9 +167,14 @@ def test_auto_is_the_devices_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_others_may_add_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    added: set[str] = set()
+    for module in (registry, kernel_rules):
+        monkeypatch.setattr(module, "added_attention_backends", added)
     from worker_service.attention.reference import ReferenceAttention
 
+    assert "must be auto or one of" in attention_backend_rule("own")
     register_attention_backend("own", ReferenceAttention)
+    assert attention_backend_rule("own", "cpu") == ""
     assert isinstance(choose_attention_backend("own", SPEC), ReferenceAttention)
     for taken in ("own", "triton", "auto"):
         with pytest.raises(ValueError, match="there is an attention backend of this name"):
@@ -174,10 +182,12 @@ def test_others_may_add_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_packages_may_bring_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("theirs", "worker_service.attention.reference:ReferenceAttention", registry.ENTRY_POINTS)
-    known = {(registry.ENTRY_POINTS, "theirs"): [point]}
+    point = EntryPoint("theirs", "worker_service.attention.reference:ReferenceAttention", ATTENTION_ENTRY_POINTS)
+    known = {(ATTENTION_ENTRY_POINTS, "theirs"): [point]}
     monkeypatch.setattr(registry, "entry_points", lambda group, name: known.get((group, name), []))
     assert choose_attention_backend("theirs", SPEC).name == "torch"
+    monkeypatch.setattr(kernel_rules, "entry_points", lambda group, name: known.get((group, name), []))
+    assert attention_backend_rule("theirs", "cpu") == ""
 
 
 class _PagedWrapper:
@@ -289,5 +299,7 @@ def test_flashinfer_plans_once_a_step_for_each_kind_of_layer() -> None:
 def test_only_what_has_kernels_of_ours_is_tuned() -> None:
     with gpu_kernels_interpreted():
         assert isinstance(choose_attention_backend("triton", SPEC), Tunable)
-    assert not isinstance(choose_attention_backend("cpu", SPEC), Tunable)
-    assert not isinstance(choose_attention_backend("torch", SPEC), Tunable)
+    for name in ("cpu", "torch"):
+        options = ForwardOptions(attention_backend=name, tune_kernels=True)
+        with pytest.raises(InvalidParameter, match=f"needs the attention backend triton: {name} has no kernels"):
+            assemble_forward(None, SPEC, options)  # type: ignore[arg-type]  # it does not come to the model

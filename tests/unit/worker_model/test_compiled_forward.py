@@ -84,7 +84,14 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
     assert bool(rule) == bool(told)
 
 
-def test_a_worker_on_a_cpu_refuses_to_compile(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (ForwardOptions(compiler="inductor"), "torch_compile=True: needs a GPU"),
+        (ForwardOptions(tune_kernels=True), "tune_kernels=True: needs a GPU"),
+    ],
+)
+def test_a_worker_on_a_cpu_refuses_what_needs_a_gpu(tmp_path: Path, options: ForwardOptions, told: str) -> None:
     directory = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
-    with pytest.raises(InvalidParameter, match="torch_compile=True: needs a GPU"):
-        RunnerDriver(directory, forward=ForwardOptions(compiler="inductor"))
+    with pytest.raises(InvalidParameter, match=told):
+        RunnerDriver(directory, forward=options)

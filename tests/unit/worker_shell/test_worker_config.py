@@ -3,9 +3,12 @@ from __future__ import annotations
 import pytest
 
 from control_plane.config import ControlPlaneConfig
-from service_chassis.errors import ConfigurationError
+from control_plane.executors.worker_settings import WorkerSettings
+from service_chassis.errors import ConfigurationError, InvalidParameter
+from service_chassis.ids import Rank
 from service_chassis.settings import settings_of
 from worker_service.config import WorkerConfig, command_line, read_config
+from worker_service.runners import make_runner
 from worker_service.supervisor import rank_config
 
 PLAINTEXT = {"MANIPLE_WORKER_ALLOW_PLAINTEXT_LISTEN": "on"}
@@ -149,13 +152,45 @@ def test_each_rank_gets_the_device_that_is_named_for_it() -> None:
     [
         ("0,2", "2 for one rank"),
         ("7,7", "must differ"),
-        ("x", "must be indices"),
+        ("x", "must be whole numbers"),
+        ("0,,1", "must not have an empty item"),
         ("-1", r"must each be in \[0, 1023\]"),
     ],
 )
 def test_devices_that_fit_no_rank_are_refused(ids: str, rule: str) -> None:
     with pytest.raises(ConfigurationError, match=rule):
         read_config(["--device-ids", ids], {})
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--attention-backend xformers", "must be auto or one of cpu, flashinfer, torch, triton, or an entry point of"),
+        ("--attention-backend triton --device cpu", "needs a CUDA device; the device of ranks is cpu"),
+        ("--tune-kernels --device cpu", "tune_kernels=True: needs a GPU"),
+        ("--torch-compile --device cpu", "torch_compile=True: needs a GPU"),
+    ],
+)
+def test_kernels_that_cannot_be_on_the_device_are_refused(words: str, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        read_config(words.split(), {})
+    # What the device is, is seen when a model loads; the scripted one computes on the CPU.
+    if "--device" in words:
+        config = read_config(words.replace("--device cpu", "").split(), {})
+        with pytest.raises(InvalidParameter, match=told):
+            make_runner("scripted", config)
+
+
+def test_ranks_with_one_environment_have_probes_and_metrics_on_ports_of_their_own() -> None:
+    environment = {"MANIPLE_WORKER_METRICS_LISTEN": "127.0.0.1:9100", "MANIPLE_WORKER_PROBE_LISTEN": "127.0.0.1:9200"}
+    ports = []
+    for settings in (WorkerSettings(first_device=0), WorkerSettings(first_device=2)):  # of two groups
+        for rank in (Rank(0), Rank(1)):
+            words = settings.arguments(rank, 2, listen="unix:/w", health_listen="unix:/h", orphan_grace_s=0)
+            config = read_config(words[2:], environment)
+            assert read_config(command_line(config), environment) == config
+            ports.append((config.metrics_listen, config.probe_listen))
+    assert ports == [(f"127.0.0.1:{9100 + index}", f"127.0.0.1:{9200 + index}") for index in range(4)]
 
 
 def test_command_line_gives_the_same_configuration_to_another_process() -> None:
