@@ -706,6 +706,8 @@ class Engine:
         for live in self._live:
             has_started = live.started_at is not None
             error = error_of_loss(loss, has_started=has_started)
+            if loss.kind is LossKind.UNPROVEN and has_started:
+                self._ids.add_in_doubt(live, self.now())
             # What a lost group held may be sent again under its id; what a new owner holds may not.
             self._end(live, error, not (is_fenced and has_started))
         self._wake.set()

@@ -103,6 +103,7 @@ class RequestIds:
         self.num_finished = 0
         self._finished_at: OrderedDict[RequestId, float] = OrderedDict()  # oldest first
         self._records: OrderedDict[RequestId, tuple[float, Callable[[], LiveRequest]]] = OrderedDict()
+        self._in_doubt: OrderedDict[RequestId, tuple[float, LiveRequest]] = OrderedDict()
 
     def add_finished(
         self, request_id: RequestId, now: float, *, is_free: bool, tell: Callable[[], LiveRequest] | None = None
@@ -124,6 +125,19 @@ class RequestIds:
         found = self._records.get(request_id)
         return found[1]() if found is not None else None
 
+    def add_in_doubt(self, live: LiveRequest, now: float) -> None:
+        """Note a request whose group was lost while no rank could say whether another owner goes on with it."""
+        self._in_doubt[live.generation.request_id] = (now, live)
+        self._in_doubt.move_to_end(live.generation.request_id)
+        if len(self._in_doubt) > MAX_RECORDS:
+            self._in_doubt.popitem(last=False)
+
+    def in_doubt(self, request_id: RequestId, now: float) -> LiveRequest | None:
+        """Return such a request. Where it is proven that nobody knows it any more, it was lost with its group."""
+        self._forget_old(now)
+        found = self._in_doubt.get(request_id)
+        return found[1] if found is not None else None
+
     def is_recent(self, request_id: RequestId, now: float) -> bool:
         """Say whether the id is still taken by a finished request."""
         self._forget_old(now)
@@ -136,5 +150,6 @@ class RequestIds:
     def _forget_old(self, now: float) -> None:
         while self._finished_at and now - next(iter(self._finished_at.values())) >= REMEMBER_ID_S:
             self._finished_at.popitem(last=False)
-        while self._records and now - next(iter(self._records.values()))[0] >= REMEMBER_ID_S:
-            self._records.popitem(last=False)
+        for records in (self._records, self._in_doubt):
+            while records and now - next(iter(records.values()))[0] >= REMEMBER_ID_S:
+                records.popitem(last=False)

@@ -16,7 +16,7 @@ from control_plane.engine_status import EngineLimits, FleetStatus, GroupView, Re
 from control_plane.generation import Cursor, Generation
 from control_plane.generation_stream import GenerationStream
 from control_plane.kv_event_log import KvEventLog, KvFollower
-from control_plane.live_request import LiveRequest, resumed_stream
+from control_plane.live_request import LiveRequest, check_right, resumed_stream
 from control_plane.pause import PauseMode
 from control_plane.rest import Rest
 from control_plane.routing import choose_group
@@ -24,6 +24,7 @@ from control_plane.scheduling.request import Request
 from service_chassis.callers import ADMIN, Caller
 from service_chassis.errors import (
     DuplicateRequest,
+    GroupLost,
     InvalidParameter,
     NotReady,
     PermissionDenied,
@@ -213,6 +214,7 @@ class Fleet:
             PermissionDenied: this caller has no right to it.
             InvalidParameter, ResumeLost: the cursors do not fit.
             UnknownRequest: proven: for every group a rank said just now that it is ours, and none knows the request.
+            GroupLost: proven as well, and it was here when its group was lost.
             NotReady: not known here, and not proven; another control plane may know.
         """
         for engine in self._engines():
@@ -226,6 +228,9 @@ class Fleet:
         if any(engine.knows(request_id) for engine in self._engines()):  # meanwhile
             return await self.resume(request_id, token, identity, cursors)
         if len(engines) == len(self._places) and all(proofs):
+            if (left := self.ids.in_doubt(request_id, self.now())) is not None:
+                check_right(left, token, identity)
+                raise GroupLost("the group was lost, and no rank knows the request any more")
             raise UnknownRequest(f"request_id={request_id!r}: is not running and did not end lately")
         raise self._not_ready()
 

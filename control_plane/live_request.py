@@ -360,6 +360,12 @@ class LiveRequest:
             self.stream.put_finished(sample.finished)
 
 
+def check_right(live: LiveRequest, token: bytes, identity: str) -> None:
+    """Raise ``PermissionDenied`` where the token is not this request's, or belongs to another caller."""
+    if not live.right.fits(token, identity):
+        raise PermissionDenied("resume_token does not give this caller the right to resume this request")
+
+
 def resumed_stream(live: LiveRequest, token: bytes, identity: str, cursors: Sequence[Cursor]) -> GenerationStream:
     """Return a new stream of ``live`` that goes on after the cursors. Its cancel means nothing yet.
 
@@ -367,8 +373,7 @@ def resumed_stream(live: LiveRequest, token: bytes, identity: str, cursors: Sequ
         PermissionDenied: the token is not this request's, or belongs to another caller.
         InvalidParameter, ResumeLost: see ``attach``.
     """
-    if not live.right.fits(token, identity):
-        raise PermissionDenied("resume_token does not give this caller the right to resume this request")
+    check_right(live, token, identity)
     stream = GenerationStream(live.generation, lambda: None)
     live.attach(stream, cursors)
     return stream

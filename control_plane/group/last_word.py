@@ -7,7 +7,7 @@ the requests, and "lost, start over" would be wrong: clients are told to resume,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from enum import Enum, auto
 
@@ -21,7 +21,7 @@ from service_chassis.ids import Epoch, Rank
 class Word(Enum):
     """What is known of one rank after it was asked."""
 
-    OURS = auto()  # it answered that it holds our epoch
+    OURS = auto()  # it answered that it holds our epoch, or its last report said so and that the group is lost
     OTHERS = auto()  # it granted a higher one
     GONE = auto()  # its process ended, or another one answered in its place
     SILENT = auto()
@@ -38,7 +38,13 @@ def kind_of_loss(words: Iterable[Word]) -> LossKind:
 
 
 async def confirm(
-    loss: LossReason, executor: Executor, epoch: Epoch, incarnations: Mapping[Rank, str], *, timeout_s: float
+    loss: LossReason,
+    executor: Executor,
+    epoch: Epoch,
+    incarnations: Mapping[Rank, str],
+    *,
+    have_told: Container[Rank] = (),
+    timeout_s: float,
 ) -> LossReason:
     """Ask the ranks, all at once, and return the loss as what it turns out to be. One that fenced us stays that.
 
@@ -47,6 +53,8 @@ async def confirm(
         executor: of the group.
         epoch: our tenure.
         incarnations: of the ranks that are not known to have ended.
+        have_told: the ranks whose last report, under our epoch, told of the loss. Behind a proxy nothing else is proof
+            when they are gone as well: it answers for them, and never says that nobody listens.
         timeout_s: for an answer. The clients wait for it.
     """
     owners: dict[int, str] = {}  # epoch -> address of its owner
@@ -55,7 +63,7 @@ async def confirm(
         try:
             reply = await executor.call(rank, "Describe", worker_pb2.DescribeRequest(), timeout_s=timeout_s)
         except (ManipleError, ConnectionError, TimeoutError):
-            return Word.SILENT
+            return Word.OURS if rank in have_told else Word.SILENT
         assert isinstance(reply, worker_pb2.DescribeResponse)
         if reply.incarnation_id != incarnations[rank]:
             return Word.GONE

@@ -14,8 +14,10 @@ from control_plane.doors.inference import InferenceDoor
 from control_plane.doors.served_model import ServedModel
 from control_plane.engine import Engine
 from control_plane.fleet import Fleet
+from control_plane.group.loss import LossKind, LossReason
 from control_plane.text.model_text import load_model_text
 from maniple.v1 import inference_pb2, inference_pb2_grpc
+from maniple_client.errors import from_rpc_error
 from service_chassis.server import make_server
 from support.engine_harness import running_engine, scripted
 from support.scripted_reference import greedy
@@ -98,6 +100,11 @@ class Got:
         except grpc.aio.AioRpcError as error:
             self.error = error
         return self
+
+
+def reason_of(error: grpc.aio.AioRpcError | None) -> str:
+    assert error is not None
+    return from_rpc_error(error).reason
 
 
 async def whole(here: Door) -> Got:
@@ -209,6 +216,25 @@ async def test_unknown_request_is_not_found_only_with_a_ranks_proof() -> None:
         error = (await Got().read(here.resume("never", "00" * 16))).error
         assert error is not None
         assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_request_left_in_doubt_is_lost_once_it_is_proven_that_nobody_knows_it() -> None:
+    """No rank could say whether another owner goes on with it; then the group was formed anew."""
+    async with door() as here, asyncio.timeout(30):
+        got = Got()
+        reading = asyncio.create_task(got.read(here.generate("r", 3000)))
+        await until(lambda: len(got.token_ids) > 3, "it runs")
+        here.engine.fail(LossReason(None, "all ranks were silent", LossKind.UNPROVEN))
+        assert reason_of((await reading).error) == "TAKEN_OVER"
+        async with running_engine(MODEL, ids=here.fleet.ids, block_size=4, num_kv_blocks=400) as anew:
+            anew.outlived_by_workers = True
+            here.fleet.take(anew)
+            assert reason_of((await Got().read(here.resume("r", got.token))).error) == "GROUP_LOST"
+            assert reason_of((await Got().read(here.resume("r", "00" * 16))).error) == "PERMISSION_DENIED"
+            # Sent again it is a request like any other, and what it says is what counts.
+            again = await Got().read(here.generate("r", 20))
+            told = await Got().read(here.resume("r", again.token))
+            assert (told.error, told.token_ids) == (None, again.token_ids)
 
 
 async def test_resume_token_is_bound_to_one_request() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.announcement import Ready
-from maniple_client import AsyncClient, TransportLost, Unavailable
+from maniple_client import AlreadyExists, AsyncClient, ManipleError, TransportLost, Unavailable
 from support.envoy import Envoy, envoys, recommended
 from support.takeover import Reading, all_free, prompt_of, site
 from support.waiting import until
@@ -28,6 +28,7 @@ class Load:
     one: AsyncClient
     num_tokens: int = 60
     num_sent_again: int = 0
+    num_begun_anew: int = 0
     readings: list[Reading] = field(default_factory=list)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -39,23 +40,30 @@ class Load:
     async def _ask_on(self) -> None:
         while not self._is_over:
             number = next(self._numbers)
-            request_id = f"load-{number}"
-            while not await self._is_answered(request_id, prompt_of(number)):
-                # Nothing of it was heard, so it is for us to send it again, with the same id: docs/clients.md.
-                self.num_sent_again += 1
+            request_id, was_sent = f"load-{number}", False
+            while (error := await self._ask(request_id, prompt_of(number))) is not None:
+                # Nothing of it was heard, so it is for us to send it again, with the same id. It is refused then if its
+                # first try was admitted all the same, and under a new id nothing is lost: docs/clients.md.
+                if isinstance(error, AlreadyExists):
+                    assert was_sent, f"{request_id} was drawn once"
+                    self.num_begun_anew += 1
+                    request_id, was_sent = f"{request_id}-anew", False
+                else:
+                    self.num_sent_again += 1
+                    was_sent = True
                 await asyncio.sleep(0.05)
 
-    async def _is_answered(self, request_id: str, prompt: list[int]) -> bool:
-        """Whether it was whole; False if it is not known to have begun. Anything else is a failure."""
+    async def _ask(self, request_id: str, prompt: list[int]) -> ManipleError | None:
+        """Return how it ended before it was known to have begun; None: it was whole. Anything else is a failure."""
         reading = Reading(self.one, request_id, prompt, self.num_tokens)
         try:
             await reading.whole()
-        except (TransportLost, Unavailable):
+        except (TransportLost, Unavailable, AlreadyExists) as error:
             if reading.started is not None:
                 raise
-            return False
+            return error
         self.readings.append(reading)
-        return True
+        return None
 
     async def reaches(self, count: int) -> None:
         """Wait until so many were answered; one that ended badly ends the wait."""
@@ -73,7 +81,7 @@ class Load:
         self._is_over = True
         await asyncio.gather(*self._tasks)
         gaps = [b - a for one in self.readings for a, b in itertools.pairwise(one.token_at)]
-        again = f"{self.num_sent_again} sent again before they began"
+        again = f"{self.num_sent_again} sent again before they began, {self.num_begun_anew} then begun under a new id"
         return f"{len(self.readings)} requests, 0 lost, {again}, longest time without tokens {max(gaps):.2f} s"
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from control_plane.announcement import Lost, Ready
+from maniple_client import Aborted, AsyncClient, Chunk
 from support.envoy import Cluster, Door, Envoy, envoys
 from support.remote_ranks import free_ports
 from support.scripted_reference import greedy
@@ -112,20 +114,39 @@ async def test_steps_run_longer_than_the_route_timeout(tmp_path: Path) -> None:
         assert not one.server.heard(Lost)
 
 
-async def test_killed_rank_is_named_with_the_right_status_behind_a_proxy(tmp_path: Path) -> None:
-    """The proxy says INTERNAL where a killed host would say UNAVAILABLE; clients hear of the group all the same."""
-    async with mesh(tmp_path, door={"route_timeout_s": 0}) as one:
+@pytest.mark.parametrize("killed", ["a rank", "all at once"])
+async def test_killed_rank_is_named_with_the_right_status_behind_a_proxy(tmp_path: Path, killed: str) -> None:
+    """The proxy says INTERNAL where a killed host would say UNAVAILABLE; clients hear that the group is lost.
+
+    At once, if a rank told of it before it was gone as well. Behind a proxy nobody can tell otherwise that the ranks
+    have not gone over to another control plane: then clients that resume hear it as soon as it is proven.
+    """
+    async with mesh(tmp_path, "--heartbeat-timeout-s", "2", door={"route_timeout_s": 0}) as one:
         one.server.hear(Ready, timeout_s=60)
+        async with AsyncClient(one.server.address) as client:
+            token_ids: list[int] = []
+
+            async def read() -> None:
+                async for event in client.generate(token_ids=PROMPT, max_tokens=3000, temperature=0.0):
+                    token_ids.extend(event.token_ids if isinstance(event, Chunk) else [])
+
+            reading = asyncio.create_task(read())
+            await until(lambda: len(token_ids) > 3, "it runs")
+            if killed == "a rank":
+                one.workers.kill(1)
+            else:
+                one.workers.end()
+            await asyncio.to_thread(one.workers.process.wait, 20)
+            lost = await asyncio.to_thread(one.server.hear, Lost, timeout_s=20)
+            assert lost.reason.startswith(("rank ", "the group lost a rank"))
+            one.workers.start()
+            with pytest.raises(Aborted) as caught:
+                await reading
+            assert caught.value.reason == "GROUP_LOST"
+            assert token_ids == greedy(PROMPT, len(token_ids))
         async with Caller(one.server) as caller:
-            stream = caller.generate("running", PROMPT, 3000)
-            await until(lambda: len(stream.token_ids) > 3, "it runs")
-            one.workers.kill(1)
-            await stream.end()
-            assert stream.error is not None
-            assert stream.error.code() is grpc.StatusCode.ABORTED
-            assert "rank 1" in str(stream.error.details()) or "rank 0" in str(stream.error.details())
-            assert stream.token_ids == greedy(PROMPT, len(stream.token_ids))
-        assert "rank" in one.server.hear(Lost).reason
+            one.server.hear(Ready, times=2, timeout_s=60)
+            assert await asked(caller, "after", 10) == greedy(PROMPT, 10)
 
 
 async def test_retries_of_the_mesh_between_the_services_change_nothing(tmp_path: Path) -> None:

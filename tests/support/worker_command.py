@@ -17,7 +17,13 @@ class WorkerCommand:
     def __init__(self, listen: str, health_listen: str, num_ranks: int, *flags: str) -> None:
         words = ["worker", "--listen", listen, "--health-listen", health_listen, "--device", "cpu"]
         words += ["--tensor-parallel-size", str(num_ranks), "--log-level", "warning", *flags]
-        self.process = subprocess.Popen([sys.executable, "-m", "control_plane.cli", *words], start_new_session=True)
+        self._words = words
+        self.start()
+
+    def start(self) -> None:
+        """Start it, or start it again once it has ended."""
+        command = [sys.executable, "-m", "control_plane.cli", *self._words]
+        self.process = subprocess.Popen(command, start_new_session=True)
 
     def rank_pids(self) -> list[int]:
         """The ranks' processes, in their order. One rank is the command's own process."""

@@ -10,6 +10,8 @@ from control_plane.group.last_word import Word, kind_of_loss
 from control_plane.group.loss import LossKind, LossReason
 from control_plane.group.settings import GroupSettings
 from control_plane.group.worker_group import WorkerGroup
+from maniple.v1 import rank_health_pb2
+from service_chassis.protocol.failure_kinds import BROKEN_COLLECTIVE
 from support.fake_executor import FakeExecutor, FakeRank
 from support.waiting import until
 
@@ -90,6 +92,23 @@ async def test_nothing_is_proven_when_nobody_answers_and_nobody_is_killed() -> N
     loss = await lose(executor, lambda survivor: survivor.hanging_calls.add("Describe"))
     assert loss.kind is LossKind.UNPROVEN
     assert executor.was_let_go
+
+
+@pytest.mark.parametrize(("epoch", "kind"), [(1, LossKind.LOST), (0, LossKind.UNPROVEN)])
+async def test_last_report_of_a_rank_that_was_left_alone_is_its_word_when_it_is_gone_too(
+    epoch: int, kind: LossKind
+) -> None:
+    """As behind a proxy, which never says that nobody listens; a word under another epoch proves nothing of ours."""
+
+    def tells_and_goes(survivor: FakeRank) -> None:
+        survivor.epoch = epoch
+        survivor.failure = rank_health_pb2.RankReport.Failure(kind=BROKEN_COLLECTIVE, message="rank 1 closed")
+        survivor.mute_steps = False
+        survivor.say(report=survivor.report())
+        survivor.mute_steps = True
+        survivor.hanging_calls.add("Describe")
+
+    assert (await lose(RemoteRanks(2), tells_and_goes)).kind is kind
 
 
 async def test_group_is_lost_when_another_process_answers_in_the_place_of_the_last_rank() -> None:
