@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import json
 import os
 import shutil
 import time
@@ -20,6 +22,8 @@ from service_chassis.scripted import parse_scripted
 _HEADER_BYTES = 16 * 1024 * 1024
 _LOCK_POLL_S = 0.1
 _BLOCKS = "-blocks"  # behind the name of a directory whose weights stay quantized
+_MAIN = "main"  # the hub's own default
+_SOURCE = ".maniple-source"  # in a directory that was filled by ``place_model``: of what
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,24 +95,32 @@ def resolve_model(
 
 
 def place_model(spec: str, target: Path, progress: Progress, *, revision: str = "", keep_blocks: bool = False) -> bool:
-    """Fetch ``spec`` into the directory ``target``, converted where that is needed. One that is whole is kept.
+    """Fetch ``spec`` into the directory ``target``, converted where that is needed.
 
     The directory appears in one piece, so that nobody reads half a model; what is under way lies beside it, and another
-    try goes on there.
+    try goes on there. One that was fetched so from elsewhere, or as another revision, is replaced; whoever has its
+    files open reads them on. One that somebody else put there is kept.
 
     Returns:
-        False: ``target`` held a model already, this one or another.
+        False: ``target`` held a model already, which is kept.
     Raises:
-        ConfigurationError: as ``resolve_model``; or ``spec`` is a directory, or a scripted model, which has no files.
+        ConfigurationError: as ``resolve_model``; or ``spec`` is a directory, or a scripted model, which has no files;
+            or ``target`` cannot appear in one piece.
     """
+    source = {"model": spec, "revision": revision or _MAIN, "keep_blocks": keep_blocks}
     with _storing(target, spec):
-        return _place(spec, target, progress, revision, keep_blocks)
+        return _place(spec, target, progress, revision, source)
 
 
-def _place(spec: str, target: Path, progress: Progress, revision: str, keep_blocks: bool) -> bool:
-    if _is_complete(target):
+def _place(spec: str, target: Path, progress: Progress, revision: str, source: dict[str, object]) -> bool:
+    if _is_kept(target, source):
         return False
-    if target.exists() and any(target.iterdir()):
+    if os.path.ismount(target):
+        rule = (
+            f"is where a volume is mounted, and a model appears by renaming its directory: name one in it, {target}/…"
+        )
+        raise ConfigurationError([("to", str(target), rule)])
+    if not _is_complete(target) and target.exists() and any(target.iterdir()):
         raise ConfigurationError([("to", str(target), "is there already, and is no model")])
     if parse_scripted(spec) is not None or Path(spec).expanduser().is_dir():
         raise ConfigurationError([("model", spec, "is nothing to fetch")])
@@ -117,7 +129,7 @@ def _place(spec: str, target: Path, progress: Progress, revision: str, keep_bloc
         raise ConfigurationError([("revision", revision, f"is for models of the hub, and {spec} is none")])
     work = target.parent / f".{target.name}.work"
     with _locked(target, progress):
-        if _is_complete(target):
+        if _is_kept(target, source):
             return False
         work.mkdir(parents=True, exist_ok=True)
         if is_on_hub:
@@ -126,12 +138,26 @@ def _place(spec: str, target: Path, progress: Progress, revision: str, keep_bloc
             )
             shutil.rmtree(whole / ".cache", ignore_errors=True)  # the hub client's notes
         else:
+            keep_blocks = bool(source["keep_blocks"])
             whole = Path(resolve_model(spec, progress, cache=work, keep_blocks=keep_blocks).path)
+        (whole / _SOURCE).write_text(json.dumps(source), encoding="utf-8")
+        old = target.parent / f".{target.name}.old-model"
         if target.exists():
-            target.rmdir()
+            target.rename(old)
         whole.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(work)
     return True
+
+
+def _is_kept(target: Path, source: dict[str, object]) -> bool:
+    """Whether a model is there that is this one, or not ours to replace."""
+    if not _is_complete(target):
+        return False
+    try:
+        return bool(json.loads((target / _SOURCE).read_text(encoding="utf-8")) == source)
+    except (FileNotFoundError, ValueError):
+        return True  # somebody else's, or of a release that noted nothing
 
 
 def _snapshot_name(spec: str, revision: str) -> str:
@@ -238,6 +264,7 @@ def _locked(target: Path, progress: Progress) -> Iterator[None]:
             except BlockingIOError:
                 progress("wait", 0.0, "another process is fetching this model")
                 time.sleep(_LOCK_POLL_S)
-        for leftover in target.parent.glob(f".{target.name}-*"):  # of converters that were killed
-            shutil.rmtree(leftover, ignore_errors=True)
+        for kind in ("new", "old"):  # of converters and others that were killed
+            for leftover in target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
         yield

@@ -51,7 +51,11 @@ def parser() -> argparse.ArgumentParser:
         help="keep it there instead of in the cache, under a path that workers on other machines can be told",
     )
     fetch.add_argument(
-        "--revision", metavar="NAME", default="", help="branch, tag or commit on the hub (default: main); with --to"
+        "--revision",
+        metavar="NAME",
+        default="",
+        help="branch, tag or commit on the hub (default: main); with --to, where it replaces another revision. A branch "
+        "that moved has no other name, and is not fetched again",
     )
     verbs.add_parser(
         "list",

@@ -38,7 +38,7 @@ class FakeConverter:
         self.calls.append(source)
         self.kept_blocks = keep_blocks
         self.before_it_is_whole(target)
-        staging = target.parent / f".{target.name}-new"
+        staging = target.parent / f".{target.name}.new-1"
         staging.mkdir(parents=True)
         (staging / "config.json").write_text("{}")
         (staging / "model.safetensors").write_bytes(source.read_bytes())
@@ -121,12 +121,54 @@ def test_model_is_placed_in_one_piece_where_it_is_wanted(tmp_path: Path, convert
         assert not (target / "config.json").exists()
 
     converter.before_it_is_whole = is_not_there_yet
-    target.mkdir(parents=True)  # as a volume that is mounted there
+    target.mkdir(parents=True)
     place_model(str(source), target, silent)
     assert (target / "model.safetensors").read_bytes() == b"GGUF1"
     place_model(str(source), target, silent)  # is whole
     assert len(converter.calls) == 1
     assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["tiny"]
+
+
+def test_model_of_another_source_or_revision_takes_the_place_of_the_one_that_was_fetched(
+    tmp_path: Path, converter: FakeConverter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def fetch(repository: str, progress: Progress, *, revision: str, into: Path) -> Path:
+        fetched.append(f"{repository}@{revision}")
+        into.mkdir()
+        (into / "config.json").write_text("{}")
+        (into / "model.safetensors").write_text(fetched[-1])
+        return into
+
+    monkeypatch.setattr(model_sources, "fetch_from_hub", fetch)
+    target = tmp_path / "models/mine"
+    for revision, is_new in (("", True), ("main", False), ("v2", True), ("v2", False), ("main", True)):
+        assert place_model("owner/model", target, silent, revision=revision) is is_new
+    assert fetched == ["owner/model@", "owner/model@v2", "owner/model@main"]
+    with (target / "model.safetensors").open() as reader:  # as a worker that has mapped it
+        assert place_model("owner/other", target, silent)
+        assert reader.read() == "owner/model@main"
+    assert (target / "model.safetensors").read_text() == "owner/other@"
+    assert place_model(str(gguf_file(tmp_path)), target, silent)
+    assert place_model(str(gguf_file(tmp_path)), target, silent, keep_blocks=True)
+    assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["mine"]
+    # What is not known to be of us is nobody's to replace.
+    next(path for path in target.iterdir() if path.name.startswith(".")).unlink()
+    assert not place_model("owner/model", target, silent, revision="v3")
+
+
+def test_fetch_that_is_under_way_for_a_longer_name_is_left_alone(tmp_path: Path, converter: FakeConverter) -> None:
+    others = tmp_path / "models/.tiny-blocks.work"
+    others.mkdir(parents=True)
+    place_model(str(gguf_file(tmp_path)), tmp_path / "models/tiny", silent)
+    assert others.is_dir()
+
+
+def test_model_cannot_take_the_place_of_a_mounted_volume(converter: FakeConverter, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="to='/': is where a volume is mounted.*: name one in it"):
+        place_model(str(gguf_file(tmp_path)), Path("/"), silent)
+    assert not converter.calls
 
 
 @pytest.mark.parametrize(
@@ -162,7 +204,7 @@ def test_converter_killed_halfway_leaves_nothing_that_counts(tmp_path: Path, con
     path = gguf_file(tmp_path)
 
     def killed(target: Path) -> None:
-        (target.parent / f".{target.name}-abc").mkdir()
+        (target.parent / f".{target.name}.new-abc").mkdir()
         raise ConfigurationError([("model", str(path), "was killed")])
 
     converter.before_it_is_whole = killed
@@ -336,7 +378,8 @@ def test_hub_model_is_fetched_to_a_directory_by_the_command_line(tmp_path: Path)
         assert done.returncode == 0, done.stderr
         assert f"serve --model {target}" in done.stdout
         assert set(hub.revisions) == {"v1"}
-        assert {path.name for path in target.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+        names = {path.name for path in target.iterdir()}
+        assert names == {"config.json", "tokenizer.json", "model.safetensors", ".maniple-source"}
         hub.fetched.clear()
         again = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert (again.returncode, hub.fetched) == (0, [])

@@ -85,7 +85,7 @@ def convert(source: Path, target: Path, report: Report, *, keep_blocks: bool = F
     tokenizer = build_tokenizer(vocabulary)
     target.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, so that the rename at the end cannot cross file systems.
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent))
     try:
         tokenizer.save(str(staging / "tokenizer.json"))
         _write_json(staging / "config.json", config)
@@ -101,7 +101,7 @@ def convert(source: Path, target: Path, report: Report, *, keep_blocks: bool = F
 
 def _replace(staging: Path, target: Path) -> None:
     if target.exists():
-        retired = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+        retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
         os.replace(target, retired)
         os.replace(staging, target)
         shutil.rmtree(retired)
