@@ -116,9 +116,7 @@ def _place(spec: str, target: Path, progress: Progress, revision: str, source: d
     if _is_kept(target, source):
         return False
     if os.path.ismount(target):
-        rule = (
-            f"is where a volume is mounted, and a model appears by renaming its directory: name one in it, {target}/…"
-        )
+        rule = "is where a volume is mounted, and a model appears by renaming its directory: name one in it"
         raise ConfigurationError([("to", str(target), rule)])
     if not _is_complete(target) and target.exists() and any(target.iterdir()):
         raise ConfigurationError([("to", str(target), "is there already, and is no model")])

@@ -54,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
         "--revision",
         metavar="NAME",
         default="",
-        help="branch, tag or commit on the hub (default: main); with --to, where it replaces another revision. A branch "
-        "that moved has no other name, and is not fetched again",
+        help="branch, tag or commit on the hub (default: main); with --to, where it replaces another revision. A "
+        "branch that moved has no other name, and is not fetched again",
     )
     verbs.add_parser(
         "list",
