@@ -1,4 +1,4 @@
-"""Two Envoys with mutual TLS between them, as sidecars have it; client and server speak plaintext to their own."""
+"""Envoys and TLS: mutual between two of them, as sidecars have it, or the servers' own, which one of them speaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maniple.v1 import inference_pb2
 from maniple_client import TransportLost
 from support.certificates import Authority, Identity
 from support.envoy import Cluster, Door, client_tls, envoys, server_tls
-from support.mesh_calls import FLAGS, LONG, PROMPT, client, is_idle, stub_of
+from support.mesh_calls import FLAGS, LONG, PROMPT, client, is_idle, request_of, stub_of, tokens_of
 from support.remote_ranks import free_ports
 from support.scripted_reference import greedy
 from support.serve_process import serving
@@ -65,3 +65,25 @@ async def test_streams_cancels_and_losses_pass_two_sidecars_with_mutual_tls(tmp_
                     break
             with pytest.raises(TransportLost):
                 await lost.text()
+
+
+async def test_proxy_that_is_given_certificates_spreads_calls_over_servers_with_their_own_tls(tmp_path: Path) -> None:
+    """Our TLS hides calls from a proxy. One that shall look into HTTP/2 ends it, and begins its own to the servers."""
+    authority = Authority(tmp_path)
+    front = Identity(tmp_path / "front", authority, "maniple.mesh")
+    proxy = Identity(tmp_path / "proxy", authority, "proxy.mesh")
+    flags = ("--tls-certificate", front.path("certificate"), "--tls-key", front.path("key"))
+    flags += ("--tls-client-ca", front.path("ca"))
+    with serving(*FLAGS, *flags) as one, serving(*FLAGS, *flags) as other:
+        ends = (
+            Door(route_timeout_s=0, tls=server_tls(front, "client.mesh")),
+            Cluster(addresses=[one.address, other.address], tls=client_tls(proxy, "maniple.mesh")),
+        )
+        options = [("grpc.ssl_target_name_override", "maniple.mesh")]
+        async with asyncio.timeout(60), envoys(tmp_path, ends) as [envoy]:
+            credentials = authority.channel_credentials("client.mesh")
+            async with grpc.aio.secure_channel(envoy.address(), credentials, options) as channel:
+                for index in range(8):
+                    answers = [answer async for answer in stub_of(channel).Generate(request_of(f"t-{index}", 5))]
+                    assert tokens_of(answers) == greedy(PROMPT, 5)
+            assert sorted(envoy.requests_by_address().values()) == [4, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -16,6 +17,7 @@ import pytest
 
 from control_plane.announcement import Lost, Ready
 from maniple_client import Aborted, AsyncClient, Chunk
+from maniple_client.errors import from_rpc_error
 from support.envoy import Cluster, Door, Envoy, envoys
 from support.remote_ranks import free_ports
 from support.scripted_reference import greedy
@@ -66,10 +68,13 @@ def control_plane(address: str, world_size: int, *flags: str) -> Iterator[ServeP
 async def mesh(
     directory: Path, *flags: str, world_size: int = 2, door: dict[str, Any] | None = None, **cluster: Any
 ) -> AsyncIterator[Mesh]:
-    ports = free_ports(2 * world_size, consecutive=True)
-    ports = [ports[0], ports[world_size]]
-    made = ends(ports, world_size, door or {}, cluster)
-    with worker_processes(f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}", world_size) as workers:
+    ports = free_ports(3 * world_size, consecutive=True)[::world_size]
+    made = ends(ports[:2], world_size, door or {}, cluster)
+    if cluster.get("health_service"):  # asked where the kubelet asks, too
+        for rank, one in enumerate(made[1]):
+            made[1][rank] = dataclasses.replace(one, health_port=ports[2] + rank % world_size)
+    listen, health, probe = (f"127.0.0.1:{port}" for port in ports)
+    with worker_processes(listen, health, world_size, "--probe-listen", probe) as workers:
         async with asyncio.timeout(100), envoys(directory, made) as [envoy]:
             with control_plane(f"{SIDECAR}:{ports[0]}", world_size, *flags) as server:
                 yield Mesh(server, envoy, workers, made)
@@ -206,3 +211,36 @@ async def test_cap_of_streams_of_a_sidecar_is_a_start_that_ends(tmp_path: Path) 
     async with mesh(tmp_path, "--startup-timeout-s", "4", door=door) as one:
         code = await asyncio.to_thread(one.server.exit_code, within_s=60)
         assert code == 1
+
+
+@pytest.mark.parametrize("panic_threshold", [0.0, 50.0])
+async def test_rank_that_failed_is_named_whether_or_not_the_proxy_still_sends_to_it(
+    tmp_path: Path, panic_threshold: float
+) -> None:
+    """A failed rank is NOT_SERVING: below the threshold the proxy goes on sending to it, else it answers by itself."""
+    fault = {"rank": 1, "step": 30, "kind": "raise"}
+    failing = "scripted:" + json.dumps({"step_time_s": 0.01, "sampler": "numpy", "faults": [fault]})
+    checked = {"health_service": "maniple.v1.WorkerService", "panic_threshold": panic_threshold}
+    async with mesh(tmp_path, "--model", failing, door={"route_timeout_s": 0}, **checked) as one:
+        one.server.hear(Ready, timeout_s=60)
+        assert all(one.envoy.count(f"cluster.rank-{rank}.health_check.success") for rank in range(2)), "none was asked"
+        async with Caller(one.server) as caller:
+            stream = await caller.generate("running", PROMPT, 3000).end()
+            assert stream.error is not None
+            assert stream.error.code() is grpc.StatusCode.ABORTED
+            assert "rank 1 failed in step 30" in str(stream.error.details())
+            assert from_rpc_error(stream.error).reason == "GROUP_LOST"
+            assert stream.token_ids == greedy(PROMPT, len(stream.token_ids))
+
+
+async def test_drain_of_the_sidecar_leaves_the_streams_of_a_group_alone(tmp_path: Path) -> None:
+    async with mesh(tmp_path, door={"route_timeout_s": 0}) as one:
+        one.server.hear(Ready, timeout_s=60)
+        async with Caller(one.server) as caller:
+            stream = caller.generate("across", PROMPT, 100)
+            await until(lambda: len(stream.token_ids) > 3, "it runs")
+            one.envoy.drain()
+            await stream.end()
+            assert stream.error is None, stream.error
+            assert stream.token_ids == greedy(PROMPT, 100)
+        assert not one.server.heard(Lost)

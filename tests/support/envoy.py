@@ -39,6 +39,7 @@ class Cluster:
     max_concurrent_streams: int = 0  # on one connection to the upstream
     keepalive_s: float = 0.0  # HTTP/2 pings to the upstream
     health_service: str = ""  # checked by grpc.health.v1
+    health_port: int = 0  # where, if not at the addresses themselves
     panic_threshold: float | None = None  # percent; Envoy's default is 50
     tls: Config | None = None
 
@@ -61,7 +62,7 @@ class Cluster:
             },
             "load_assignment": {
                 "cluster_name": self.name,
-                "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(one)}} for one in self.addresses]}],
+                "endpoints": [{"lb_endpoints": [{"endpoint": self._endpoint(one)} for one in self.addresses]}],
             },
         }
         if self.max_requests:
@@ -82,6 +83,10 @@ class Cluster:
         if self.tls is not None:
             made["transport_socket"] = self.tls
         return made
+
+    def _endpoint(self, address: str) -> Config:
+        elsewhere = {"health_check_config": {"port_value": self.health_port}} if self.health_port else {}
+        return {"address": _address(address), **elsewhere}
 
 
 @dataclass(frozen=True, kw_only=True)
