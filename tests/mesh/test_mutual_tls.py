@@ -72,9 +72,9 @@ async def test_proxy_that_is_given_certificates_spreads_calls_over_servers_with_
     authority = Authority(tmp_path)
     front = Identity(tmp_path / "front", authority, "maniple.mesh")
     proxy = Identity(tmp_path / "proxy", authority, "proxy.mesh")
-    flags = ("--tls-certificate", front.path("certificate"), "--tls-key", front.path("key"))
-    flags += ("--tls-client-ca", front.path("ca"))
-    with serving(*FLAGS, *flags) as one, serving(*FLAGS, *flags) as other:
+    flags = [*FLAGS, "--tls-certificate", front.path("certificate"), "--tls-key", front.path("key")]
+    flags += ["--tls-client-ca", front.path("ca")]
+    with serving(*flags) as one, serving(*flags) as other:
         ends = (
             Door(route_timeout_s=0, tls=server_tls(front, "client.mesh")),
             Cluster(addresses=[one.address, other.address], tls=client_tls(proxy, "maniple.mesh")),

@@ -220,7 +220,7 @@ async def test_rank_that_failed_is_named_whether_or_not_the_proxy_still_sends_to
     """A failed rank is NOT_SERVING: below the threshold the proxy goes on sending to it, else it answers by itself."""
     fault = {"rank": 1, "step": 30, "kind": "raise"}
     failing = "scripted:" + json.dumps({"step_time_s": 0.01, "sampler": "numpy", "faults": [fault]})
-    checked = {"health_service": "maniple.v1.WorkerService", "panic_threshold": panic_threshold}
+    checked: dict[str, Any] = {"health_service": "maniple.v1.WorkerService", "panic_threshold": panic_threshold}
     async with mesh(tmp_path, "--model", failing, door={"route_timeout_s": 0}, **checked) as one:
         one.server.hear(Ready, timeout_s=60)
         assert all(one.envoy.count(f"cluster.rank-{rank}.health_check.success") for rank in range(2)), "none was asked"
