@@ -144,7 +144,9 @@ def test_splits_fill_the_device_but_are_not_short(num_reqs: int, max_seq_len: in
 @SHAPES
 @pytest.mark.parametrize("window", [0, 1, 21])
 @pytest.mark.parametrize(
-    "requests", [[(0, 37), (0, 1), (0, 16)], [(33, 1), (5, 19), (70, 9)]], ids=["prefill", "mixed"]
+    "requests",
+    [[(0, 37), (0, 1), (0, 16)], [(33, 1), (0, 0), (5, 19), (70, 9), (40, 0)]],
+    ids=["prefill", "mixed-with-rows-of-nothing"],
 )
 def test_prefill_is_the_reference(
     dtype: torch.dtype,
@@ -168,6 +170,18 @@ def test_prefill_is_the_reference(
         window=window,
     )
     near(actual, paged_attention_reference(query.float(), keys.float(), values.float(), step.plan, 0.21, window))
+
+
+def test_contexts_of_thousands_are_the_reference() -> None:
+    step = Step([(4100, 1), (2, 1)], (2, 1), 16, 32)
+    query, keys, values = step.to(torch.float32)
+    scratch = paged_decode.DecodeScratch(2, 2, 16, 32, "cpu")
+    tables, lengths = torch.from_numpy(step.tables), torch.from_numpy(step.seq_lens)
+    expected = paged_attention_reference(query, keys, values, step.plan, 0.21, 0)
+    near(paged_decode.paged_decode(query, keys, values, tables, lengths, 0.21, scratch=scratch), expected)
+    tiles = torch.from_numpy(paged_prefill.plan_tiles(step.starts, paged_prefill.tile_queries(query, keys)))
+    starts = torch.from_numpy(step.starts)
+    near(paged_prefill.paged_prefill(query, keys, values, tables, tiles, starts, lengths, 0.21), expected)
 
 
 def test_heads_that_are_too_wide_are_refused() -> None:
@@ -271,7 +285,7 @@ def draw(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
     row = scores.numpy()
     if temperature < 1e-5:
         return int(row.argmax())
-    row = row / np.float32(temperature)
+    row = (row / np.float32(temperature)).astype(np.float32)
     kept = kept_ids(row, top_k, top_p, min_p)
     return int(kept[np.argmax(row[kept] + gumbel_noise(*keys, kept))])
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from maniple_kernels import backend
 from maniple_kernels.argmax import finite_argmax, finite_argmax_reference
 from maniple_kernels.backend import fits_cpu_kernels, has_cpu_kernels
 from maniple_kernels.kv_store import store_kv
@@ -170,3 +171,21 @@ def test_finite_argmax_is_the_first_highest_and_says_what_is_no_number() -> None
     assert finite_argmax(scores).tolist() == expected
     assert finite_argmax_reference(scores).tolist() == expected
     assert finite_argmax(scores[:, :211].contiguous()).tolist()[7:] == scores[7:, :211].argmax(dim=-1).tolist()
+
+
+def test_operation_without_a_kernel_that_fits_is_computed_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, dict[str, object]]] = []
+
+    class Log:
+        def info(self, event: str, **facts: object) -> None:
+            said.append((event, facts))
+
+    monkeypatch.setattr("maniple_kernels.backend.structlog.get_logger", lambda _: Log())
+    backend._note_reference.cache_clear()
+    x, weight = torch.randn(3, 40), torch.randn(40)  # no multiple of what a kernel walks at a time
+    for _ in range(3):
+        near(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+        near(silu_mul(x), silu_mul_reference(x))
+    facts = {"device": "cpu", "dtype": "float32"}
+    assert said == [("kernel.fell_back", {"operation": name} | facts) for name in ("rms_norm", "silu_mul")]
+    backend._note_reference.cache_clear()
