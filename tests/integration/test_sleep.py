@@ -48,7 +48,7 @@ def accepted(doors: RealDoors) -> list[int]:
 @pytest.mark.parametrize("level", [1, 2])
 async def test_d1_the_same_prompt_gives_the_same_tokens_and_finds_nothing_cached(level: int) -> None:
     prompt = list(range(30, 51))
-    async with real_doors(**MAY_SLEEP) as doors, asyncio.timeout(30):
+    async with real_doors(**TWO_RANKS) as doors, asyncio.timeout(30):
         want = greedy(prompt, 20)
         assert (await Reader(doors.generate("a", prompt, 20)).end()).token_ids == want
         again = await Reader(doors.generate("b", prompt, 20)).end()
@@ -65,7 +65,7 @@ async def test_d1_the_same_prompt_gives_the_same_tokens_and_finds_nothing_cached
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 async def test_d2_no_step_reaches_a_rank_before_the_cache_is_awake(mode: str) -> None:
-    async with real_doors(**MAY_SLEEP) as doors, asyncio.timeout(30):
+    async with real_doors(**TWO_RANKS) as doors, asyncio.timeout(30):
         await doors.admin.Sleep(pb.SleepRequest(level=1, mode=MODES[mode]))
         assert await tags(doors) == ["weights", "kv_cache", "scheduling"]
         await doors.admin.WakeUp(pb.WakeUpRequest(tags=["weights"]))
@@ -94,10 +94,10 @@ async def test_d2_no_step_reaches_a_rank_before_the_cache_is_awake(mode: str) ->
 
 
 async def test_d3_what_is_done_already_is_done_and_an_unknown_tag_changes_nothing() -> None:
-    async with real_doors(**MAY_SLEEP) as doors, asyncio.timeout(30):
+    async with real_doors(**TWO_RANKS) as doors, asyncio.timeout(30):
         freed = [await doors.admin.Sleep(pb.SleepRequest(level=level)) for level in (1, 1, 2, 1)]
-        assert freed[0].ranks[0].freed_bytes == 400 * 4 * 8  # what 400 blocks of 4 slots of 8 bytes take
-        assert [answer.ranks[0].freed_bytes for answer in freed[1:]] == [0, 0, 0]
+        # What 400 blocks of 4 slots of 8 bytes take, on each rank.
+        assert [[rank.freed_bytes for rank in answer.ranks] for answer in freed] == [[400 * 4 * 8] * 2] + [[0, 0]] * 3
         with pytest.raises(grpc.aio.AioRpcError, match=r"tags='kv'.*weights, kv_cache, scheduling") as caught:
             await doors.admin.WakeUp(pb.WakeUpRequest(tags=["weights", "kv"]))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
