@@ -12,7 +12,7 @@ from maniple_kernels.cpu.simd import LANES, add, load, max_lanes, maximum, mul, 
 _TILE = 1024  # scores between two looks at the highest
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _highest(scores, start, size):
     """Return the first place of the highest score, or -1 if one is NaN or an infinity."""
     best, tile = np.float32(-np.inf), 0

@@ -113,7 +113,7 @@ def _products_of(num_rows: int) -> Any:
 _eight, _four, _three, _two, _one = (_products_of(num_rows) for num_rows in (8, 4, 3, 2, 1))
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def multiply_cached(x, x_start, x_gap, num_rows, num_inputs, matrix, starts, gap, out, places, out_gap, begins):
     """Add to ``out[places[j] + row * out_gap + i]`` the products of a row with 16 columns i, for both j.
 

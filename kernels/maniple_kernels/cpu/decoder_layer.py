@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit, prange
 
 from maniple_kernels.cpu.linear import ROWS
-from maniple_kernels.cpu.paged_attention import attend
+from maniple_kernels.cpu.paged_attention import attend_tiles
 from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
 from maniple_kernels.cpu.rms_norm import _normalize
 from maniple_kernels.cpu.silu_mul import gate
@@ -21,7 +21,7 @@ from maniple_kernels.cpu.simd import LANES, add, load, mul, store, sub
 _FEW_TOKENS = 4  # whose norms and angles are not worth a round of threads
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _rotate(x, start, half, cos_sin, angle):
     for i in range(0, half, LANES):
         cos = load(cos_sin, angle + i)
@@ -32,7 +32,7 @@ def _rotate(x, start, half, cos_sin, angle):
         store(x, start + half + i, add(mul(second, cos), mul(first, sin)))
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded):
     """Norm and rotate a token's queries and keys, and put keys and values into their slot."""
     num_kv_heads, group, dim, block_size, width = shape
@@ -59,7 +59,7 @@ def _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, v
                 keys[base + (i + lane) * block_size + offset] = rounded[lane]
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _add_panel(x, num_rows, num_inputs, panels, bias, panel, residual, width):
     """Add a panel of products to the residual stream."""
     sums = np.empty(ROWS * PANEL, np.float32)
@@ -75,7 +75,7 @@ def _add_panel(x, num_rows, num_inputs, panels, bias, panel, residual, width):
                 store(residual, at, add(load(residual, at), value))
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, inner):
     """Write silu(gate) * up for a panel of gates and the panel of ups that belongs to it."""
     gates, ups = np.empty(ROWS * PANEL, np.float32), np.empty(ROWS * PANEL, np.float32)
@@ -93,7 +93,59 @@ def _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, inner)
                 store(inner, (first + row) * width + panel * PANEL + i, gate(left, right))
 
 
-@njit(error_model="numpy", nogil=True, parallel=True, cache=True)
+# The parts below are functions of their own, so that what runs twice in a layer is compiled once. Whole numbers
+# that they hand on are signed: with the loops' own, unsigned ones what they call would be compiled a second time.
+
+
+@njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _normalize_tokens(residual, num_tokens, size, norm, eps, normed):
+    if num_tokens <= _FEW_TOKENS:
+        for token in range(num_tokens):
+            _normalize(residual, token * size, size, norm, eps, normed, token * size)
+    else:
+        for token in prange(num_tokens):
+            _normalize(residual, np.int64(token) * size, size, norm, eps, normed, np.int64(token) * size)
+
+
+@njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _project(normed, num_tokens, size, panels, bias, qkv, width):
+    for index in prange(width // PANEL):
+        panel = np.int64(index)
+        multiply_panel(normed, 0, num_tokens, size, panels, panel, qkv, panel * PANEL, width)
+        if len(bias):
+            for token in range(num_tokens):
+                for i in range(panel * PANEL, (panel + 1) * PANEL, LANES):
+                    store(qkv, token * width + i, add(load(qkv, token * width + i), load(bias, i)))
+
+
+@njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _place_tokens(qkv, num_tokens, shape, norms, eps, cos_sin, positions, slots, keys, values):
+    if num_tokens <= _FEW_TOKENS:
+        rounded = np.empty(LANES, keys.dtype)
+        for token in range(num_tokens):
+            position, slot = positions[token], slots[token]
+            _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded)
+    else:
+        for index in prange(num_tokens):
+            token = np.int64(index)
+            position, slot = positions[token], slots[token]
+            rounded = np.empty(LANES, keys.dtype)
+            _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded)
+
+
+@njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _add_product(x, num_rows, num_inputs, panels, bias, residual, size):
+    for panel in prange(size // PANEL):
+        _add_panel(x, num_rows, num_inputs, panels, bias, np.int64(panel), residual, size)
+
+
+@njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _gate_product(x, num_rows, num_inputs, panels, bias, num_panels, inner):
+    for panel in prange(num_panels):
+        _gate_panel(x, num_rows, num_inputs, panels, bias, np.int64(panel), num_panels, inner)
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
 def run_layer(
     residual, num_tokens, size, products, norms, buffers, cos_sin, tokens, cache, tables, tiles, shape, numbers
 ):
@@ -125,50 +177,11 @@ def run_layer(
     attended_size = num_kv_heads * group * dim
     num_inner = len(down_panels) // size
 
-    if num_tokens <= _FEW_TOKENS:
-        for token in range(num_tokens):
-            _normalize(residual, token * size, size, attention_norm, eps, normed, token * size)
-    else:
-        for token in prange(num_tokens):
-            _normalize(residual, token * size, size, attention_norm, eps, normed, token * size)
-
-    for panel in prange(width // PANEL):
-        multiply_panel(normed, 0, num_tokens, size, qkv_panels, panel, qkv, panel * PANEL, width)
-        if len(qkv_bias):
-            for token in range(num_tokens):
-                for i in range(panel * PANEL, (panel + 1) * PANEL, LANES):
-                    store(qkv, token * width + i, add(load(qkv, token * width + i), load(qkv_bias, i)))
-
-    if num_tokens <= _FEW_TOKENS:
-        rounded = np.empty(LANES, keys.dtype)
-        for token in range(num_tokens):
-            _place_heads(
-                qkv, token, shape, (q_norm, k_norm), eps, cos_sin, positions[token], slots[token], keys, values, rounded
-            )
-    else:
-        for token in prange(num_tokens):
-            rounded = np.empty(LANES, keys.dtype)
-            _place_heads(
-                qkv, token, shape, (q_norm, k_norm), eps, cos_sin, positions[token], slots[token], keys, values, rounded
-            )
-
-    for item in prange(len(tiles) * num_kv_heads):
-        request, first, count, position = tiles[item // num_kv_heads]
-        head = item % num_kv_heads
-        attend(qkv, keys, values, tables[request], first, count, position, head, shape, scale, window, attended)
-
-    for panel in prange(size // PANEL):
-        _add_panel(attended, num_tokens, attended_size, output_panels, output_bias, panel, residual, size)
-
-    if num_tokens <= _FEW_TOKENS:
-        for token in range(num_tokens):
-            _normalize(residual, token * size, size, mlp_norm, eps, normed, token * size)
-    else:
-        for token in prange(num_tokens):
-            _normalize(residual, token * size, size, mlp_norm, eps, normed, token * size)
-
-    for panel in prange(num_inner // PANEL):
-        _gate_panel(normed, num_tokens, size, gate_panels, gate_bias, panel, num_inner // PANEL, inner)
-
-    for panel in prange(size // PANEL):
-        _add_panel(inner, num_tokens, num_inner, down_panels, down_bias, panel, residual, size)
+    _normalize_tokens(residual, num_tokens, size, attention_norm, eps, normed)
+    _project(normed, num_tokens, size, qkv_panels, qkv_bias, qkv, width)
+    _place_tokens(qkv, num_tokens, shape, (q_norm, k_norm), eps, cos_sin, positions, slots, keys, values)
+    attend_tiles(qkv, keys, values, tables, tiles, shape, scale, window, attended)
+    _add_product(attended, num_tokens, attended_size, output_panels, output_bias, residual, size)
+    _normalize_tokens(residual, num_tokens, size, mlp_norm, eps, normed)
+    _gate_product(normed, num_tokens, size, gate_panels, gate_bias, num_inner // PANEL, inner)
+    _add_product(inner, num_tokens, num_inner, down_panels, down_bias, residual, size)

@@ -41,7 +41,7 @@ def _noise(bits):
     return -np.log(-np.log1p(-v))
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _draw(scores, k0, k1):
     """Return the id of the highest score with noise.
 

@@ -18,7 +18,8 @@ def multiply_rows(x, num_rows, num_inputs, panels, bias, out):
     """Write x W^T + bias; ``x`` flat [num_rows, num_inputs], ``out`` flat [num_rows, outputs], ``bias`` or empty."""
     num_panels = len(panels) // (num_inputs * PANEL)
     width = num_panels * PANEL
-    for panel in prange(num_panels):
+    for index in prange(num_panels):
+        panel = np.int64(index)  # signed, as in the other callers of what this calls: compiled once
         sums = np.empty(ROWS * PANEL, np.float32)
         for first in range(0, num_rows, ROWS):
             count = min(ROWS, num_rows - first)

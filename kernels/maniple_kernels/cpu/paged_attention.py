@@ -34,13 +34,13 @@ ZERO = np.float32(0.0)
 _SPAN = 64  # keys
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _keep_visible(x, first, hidden, count, otherwise):
     """Return the lanes of keys [hidden, count) of a span, of the vector that begins at key ``first``."""
     return keep_from(keep_below(x, count - first, otherwise), hidden - first, otherwise)
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _weigh(scores, at, first, last, hidden, count, scale, top, total, row, weights):
     """Turn a row's scores of the vectors [first, last) of a span into weights; return the factor of what came before.
 
@@ -63,7 +63,7 @@ def _weigh(scores, at, first, last, hidden, count, scale, top, total, row, weigh
     return rescale
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _copy_visible(values, base, dim, begin, end, copy):
     """Copy the rows [begin, end) of 16 values, and zeros for the others: what lies there is not ours, nor finite."""
     for t in range(LANES):
@@ -71,7 +71,7 @@ def _copy_visible(values, base, dim, begin, end, copy):
             store(copy, t * dim + d, load(values, base + t * dim + d) if begin <= t < end else splat(ZERO))
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def attend(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out):
     """Attend for the queries [first_query, first_query + num_queries) of one request and one KV head."""
     num_kv_heads, group, dim, block_size, stride = shape

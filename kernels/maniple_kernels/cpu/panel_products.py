@@ -122,7 +122,7 @@ def _products_of(num_rows: int) -> Any:
 _eight, _four, _two, _one = (_products_of(num_rows) for num_rows in (8, 4, 2, 1))
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def multiply_panel(x, x_start, num_rows, num_inputs, panels, panel, out, at, gap):
     """Write ``out[at + row * gap + i]``, float32, for the 32 outputs i of a panel and each row of x.
 

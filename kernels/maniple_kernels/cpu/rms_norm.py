@@ -10,7 +10,7 @@ from numba import njit, prange
 from maniple_kernels.cpu.simd import LANES, add, fma, load, mul, splat, store, sum_lanes
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _normalize(x, start, size, weight, eps, out, out_start):
     squares = splat(np.float32(0.0))
     for i in range(0, size, LANES):
