@@ -172,6 +172,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _tag(text: str) -> str:
+    # What argparse says of choices names an empty one, where all of them may be left out.
+    if text not in SLEEP_TAGS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SLEEP_TAGS)}")
+    return text
+
+
 def _add_flags(verb: str, add: Callable[..., Any]) -> None:
     if verb in ("pause", "sleep"):
         add("--mode", choices=_MODES, default="abort", help=_MODE_HELP)
@@ -180,7 +187,7 @@ def _add_flags(verb: str, add: Callable[..., Any]) -> None:
     if verb == "sleep":
         add("--level", type=whole(0, at_most=DEEPEST_SLEEP), default=0, metavar="N", help="0 (the default), 1 or 2")
     if verb == "wake-up":
-        add("tags", nargs="*", metavar="TAG", choices=[*SLEEP_TAGS, []], help=f"of {', '.join(SLEEP_TAGS)}; none: all")
+        add("tags", nargs="*", metavar="TAG", type=_tag, help=f"of {', '.join(SLEEP_TAGS)}; none: all")
     if verb == "update-weights":
         add("path", metavar="PATH", help="a directory with config.json and safetensors, where the workers run")
     if verb == "start-profile":

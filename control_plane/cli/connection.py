@@ -12,7 +12,7 @@ from control_plane.cli.number_flags import finite_at_least_0, number, whole
 from control_plane.exit_codes import FAILURE, USAGE
 from maniple_client import Client, Tls, token_in
 from maniple_client.channel import DEFAULT_ADDRESS
-from maniple_client.errors import ManipleError, TransportLost
+from maniple_client.errors import DeadlineExceeded, ManipleError, TransportLost
 from service_chassis.settings import above, at_least
 
 SERVER_VARIABLE = "MANIPLE_SERVER"
@@ -32,7 +32,8 @@ def add_server_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server",
         metavar="ADDRESS",
-        help=f"HOST:PORT or unix:PATH of the server (default {DEFAULT_ADDRESS}) [{SERVER_VARIABLE}]",
+        help="HOST:PORT or unix:PATH of the server; several, with commas between, where one goes on when another dies "
+        f"(default {DEFAULT_ADDRESS}) [{SERVER_VARIABLE}]",
     )
 
     group = parser.add_argument_group("security")
@@ -61,7 +62,8 @@ def open_client(arguments: argparse.Namespace, command: str, environ: Mapping[st
         token = token_in(given["token_file"]) if given["token_file"] else None
         if token is not None:
             token()
-        return Client(server_address(arguments, environ), tls=tls, token=token, resume_for_s=RESUME_FOR_S)
+        addresses = server_address(arguments, environ).split(",")
+        return Client(addresses, tls=tls, token=token, resume_for_s=RESUME_FOR_S)
     except (OSError, ValueError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         raise SystemExit(USAGE) from None
@@ -133,7 +135,8 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
 
 def report(command: str, error: ManipleError, address: str) -> int:
     """Say why a call failed and what may help; return the exit code."""
-    print(f"{command}: {error.message}", file=sys.stderr)
+    is_late = isinstance(error, DeadlineExceeded) and not error.reason  # gRPC's own words for it differ
+    print(f"{command}: {'the deadline passed' if is_late else error.message}", file=sys.stderr)
     if isinstance(error, TransportLost):
         print(
             f"Is a server running on {address}? `{command_name()} serve` starts one. One with TLS needs --tls-ca.",
