@@ -69,7 +69,8 @@ def write_family(directory: Path, kind: str, *, seed: int = 0, **overrides: Any)
     quiet()
     config = AutoConfig.for_model(kind, **{**_SIZES, **FAMILIES.get(kind, {}), **overrides})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    # The plain form. Of Gemma 2 transformers 5.17 takes one that leaves out the cap of its scores.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
