@@ -133,8 +133,13 @@ def test_trial_serves_is_probed_and_survives_a_killed_control_plane(
     for name in ("a", "b"):
         processes.wait(name, plane["readinessProbe"])  # the one that owns nothing passes calls on
     processes.wait("worker", worker["readinessProbe"])
+    rendered = render()
+    [asks] = [container for _, _, container in rendered.containers() if container["name"] == "generate"]
+    service = rendered.one("Service", "r-maniple")
+    assert env(asks)["MANIPLE_SERVER"] == f"r-maniple.llm.svc:{service['spec']['ports'][0]['port']}"
+    assert asks["args"][0] == "generate"
     for name in ("a", "b"):
-        done = processes.generate(name, "--max-tokens=16", "Once upon a time")
+        done = processes.generate(name, *asks["args"][1:])  # what `helm test` does
         assert done.returncode == 0, done.stderr
         assert done.stdout
     processes.running["a"].kill()
