@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import structlog
+
 from maniple_kernels.backend import cache_directory, package_digest
 from maniple_kernels.gpu.shapes import AttentionKey, Shape, attention_shape, prefer_shape
 
@@ -94,7 +96,10 @@ def prefer_tuned(keys: tuple[AttentionKey, ...], store: TunedShapes, measure: Me
     measured = [tune(key, measure) for key in keys if key not in known]
     known |= {tuned.key: tuned.shape for tuned in measured}
     if measured:
-        store.write(known)
+        try:
+            store.write(known)
+        except OSError as error:  # a cache that may only be read: what was found serves this process
+            structlog.get_logger("maniple").warning("shapes.not_kept", reason=str(error))
     for key in keys:
         prefer_shape(key, known[key])
     return measured

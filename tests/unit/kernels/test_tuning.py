@@ -84,6 +84,13 @@ def test_a_file_that_cannot_be_read_is_measured_anew(tmp_path: Path, content: st
     assert store.read() == {DECODE: shape_for(DECODE)}
 
 
+def test_what_cannot_be_kept_serves_all_the_same(tmp_path: Path) -> None:
+    best = replace(shape_for(DECODE), columns=64, num_warps=4)
+    (tmp_path / "shapes").touch()
+    prefer_tuned((DECODE,), TunedShapes("NVIDIA H200", tmp_path / "shapes"), Timer({best: 0.2}))
+    assert shape_for(DECODE) == best
+
+
 def test_devices_have_files_of_their_own(tmp_path: Path) -> None:
     TunedShapes("NVIDIA H200", tmp_path).write({DECODE: shape_for(DECODE)})
     assert TunedShapes("NVIDIA A100/80GB", tmp_path).read() == {}
