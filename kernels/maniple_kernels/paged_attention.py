@@ -25,8 +25,9 @@ from torch.nn import functional
 from maniple_kernels.backend import fits_cpu_kernels, note_reference
 from maniple_kernels.kv_store import store_kv
 
-# Queries of one tile: each block is widened once for so many.
-_TILE_QUERIES = 8
+# Queries of one tile, for whose rows each span of keys is laid out once; fewer where threads would go without a tile.
+_TILE_QUERIES, _FEW_QUERIES = 32, 8
+_TILES_PER_THREAD = 4
 LOG2_E = 1.4426950408889634
 
 
@@ -66,13 +67,15 @@ def plan_attention(
 ) -> AttentionPlan:
     """Cut the step into tiles, dealt out so that contiguous shares of them take the threads equally long."""
     counts = np.diff(query_start_loc).astype(np.int64)
-    num_tiles = -(-counts // _TILE_QUERIES)
+    are_many = int((counts // _TILE_QUERIES).sum()) >= _TILES_PER_THREAD * num_threads
+    tile_queries = _TILE_QUERIES if are_many else _FEW_QUERIES
+    num_tiles = -(-counts // tile_queries)
     request = np.repeat(np.arange(len(counts)), num_tiles)
-    within = (np.arange(len(request)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * _TILE_QUERIES
+    within = (np.arange(len(request)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_queries
     tiles = np.empty((len(request), 4), np.int64)
     tiles[:, 0] = request
     tiles[:, 1] = query_start_loc[:-1][request] + within
-    tiles[:, 2] = np.minimum(_TILE_QUERIES, counts[request] - within)
+    tiles[:, 2] = np.minimum(tile_queries, counts[request] - within)
     tiles[:, 3] = (seq_lens - counts)[request] + within
     costs = tiles[:, 2] * (tiles[:, 3] + tiles[:, 2])
     if num_threads > 1 and len(tiles) > 1:

@@ -65,7 +65,7 @@ def _add_panel(x, num_rows, num_inputs, panels, bias, panel, residual, width):
     sums = np.empty(ROWS * PANEL, np.float32)
     for first in range(0, num_rows, ROWS):
         count = min(ROWS, num_rows - first)
-        multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL)
+        multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL, True)
         for row in range(count):
             for i in range(0, PANEL, LANES):
                 value = load(sums, row * PANEL + i)
@@ -82,8 +82,8 @@ def _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, inner)
     width = num_panels * PANEL
     for first in range(0, num_rows, ROWS):
         count = min(ROWS, num_rows - first)
-        multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, gates, 0, PANEL)
-        multiply_panel(x, first * num_inputs, count, num_inputs, panels, num_panels + panel, ups, 0, PANEL)
+        multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, gates, 0, PANEL, True)
+        multiply_panel(x, first * num_inputs, count, num_inputs, panels, num_panels + panel, ups, 0, PANEL, True)
         for row in range(count):
             for i in range(0, PANEL, LANES):
                 left, right = load(gates, row * PANEL + i), load(ups, row * PANEL + i)
@@ -111,7 +111,7 @@ def _normalize_tokens(residual, num_tokens, size, norm, eps, normed):
 def _project(normed, num_tokens, size, panels, bias, qkv, width):
     for index in prange(width // PANEL):
         panel = np.int64(index)
-        multiply_panel(normed, 0, num_tokens, size, panels, panel, qkv, panel * PANEL, width)
+        multiply_panel(normed, 0, num_tokens, size, panels, panel, qkv, panel * PANEL, width, True)
         if len(bias):
             for token in range(num_tokens):
                 for i in range(panel * PANEL, (panel + 1) * PANEL, LANES):

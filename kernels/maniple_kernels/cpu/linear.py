@@ -23,7 +23,7 @@ def multiply_rows(x, num_rows, num_inputs, panels, bias, out):
         sums = np.empty(ROWS * PANEL, np.float32)
         for first in range(0, num_rows, ROWS):
             count = min(ROWS, num_rows - first)
-            multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL)
+            multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL, True)
             for row in range(count):
                 for i in range(0, PANEL, LANES):
                     value = load(sums, row * PANEL + i)

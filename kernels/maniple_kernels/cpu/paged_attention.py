@@ -1,5 +1,7 @@
 """Paged attention on the CPU: walk the block table, load each block once for the heads and queries that share it.
 
+The few rows of a decoding request are multiplied with what lies in the cache, many with a copy (``tile_attention``).
+
 Keys are taken 64 at a time: scores, then their weights, then the weighted values. The spans of 64 begin at multiples of
 64 in the request, so what one query computes is the same in any tile: spans and vectors that it may not look at add
 exact zeros to it.
@@ -13,54 +15,11 @@ import numpy as np
 from numba import njit, prange
 
 from maniple_kernels.cpu.cache_products import multiply_cached
-from maniple_kernels.cpu.simd import (
-    LANES,
-    add,
-    exp2,
-    keep_below,
-    keep_from,
-    load,
-    max_lanes,
-    maximum,
-    mul,
-    splat,
-    store,
-    sub,
-    sum_lanes,
-)
+from maniple_kernels.cpu.online_softmax import LEAST, SPAN, ZERO, weigh
+from maniple_kernels.cpu.simd import LANES, load, mul, splat, store, sum_lanes
+from maniple_kernels.cpu.tile_attention import attend_many
 
-LEAST = np.float32(-1e30)  # finite, so that differences of two of them are no NaN
-ZERO = np.float32(0.0)
-_SPAN = 64  # keys
-
-
-@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _keep_visible(x, first, hidden, count, otherwise):
-    """Return the lanes of keys [hidden, count) of a span, of the vector that begins at key ``first``."""
-    return keep_from(keep_below(x, count - first, otherwise), hidden - first, otherwise)
-
-
-@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _weigh(scores, at, first, last, hidden, count, scale, top, total, row, weights):
-    """Turn a row's scores of the vectors [first, last) of a span into weights; return the factor of what came before.
-
-    The row sees the keys [hidden, count) of the span.
-    """
-    largest = splat(LEAST)
-    for i in range(first, last, LANES):
-        value = _keep_visible(mul(load(scores, at + i), splat(scale)), i, hidden, count, LEAST)
-        store(scores, at + i, value)
-        largest = maximum(largest, value)
-    new_top = max(top[row], max_lanes(largest))
-    sums = splat(ZERO)
-    for i in range(first, last, LANES):
-        weight = _keep_visible(exp2(sub(load(scores, at + i), splat(new_top))), i, hidden, count, ZERO)
-        store(weights, at + i, weight)
-        sums = add(sums, weight)
-    rescale = max_lanes(exp2(splat(top[row] - new_top)))
-    top[row] = new_top
-    total[row] = total[row] * rescale + sum_lanes(sums)
-    return rescale
+_FEW_ROWS = 8  # for which keys and values are multiplied as they lie in the cache
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -76,11 +35,15 @@ def attend(query, keys, values, table, first_query, num_queries, position, head,
     """Attend for the queries [first_query, first_query + num_queries) of one request and one KV head."""
     num_kv_heads, group, dim, block_size, stride = shape
     num_rows = num_queries * group
+    if num_rows > _FEW_ROWS:
+        attend_many(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out)
+        return
     acc = np.zeros(num_rows * dim, np.float32)
-    top = np.full(num_rows, LEAST, np.float32)
-    total = np.zeros(num_rows, np.float32)
-    scores = np.empty(num_rows * _SPAN, np.float32)
-    weights = np.empty(num_rows * _SPAN, keys.dtype)
+    tops = np.full(num_rows, LEAST, np.float32)
+    totals = np.zeros(num_rows * LANES, np.float32)
+    state = tops, totals, acc, dim
+    scores = np.empty(num_rows * SPAN, np.float32)
+    weights = np.empty(num_rows * SPAN, keys.dtype)
     rounded = np.empty(num_rows * dim, keys.dtype)
     copy = np.empty(LANES * dim, keys.dtype)
     for i in range(num_queries):
@@ -88,9 +51,9 @@ def attend(query, keys, values, table, first_query, num_queries, position, head,
             store(rounded, i * group * dim + d, load(query, (first_query + i) * stride + head * group * dim + d))
     end = position + num_queries  # keys [0, end) exist for the last query of the tile
     begin = max(0, position - window + 1) if window > 0 else 0  # keys before are for none of the tile
-    for span in range(begin // _SPAN * _SPAN, end, _SPAN):
+    for span in range(begin // SPAN * SPAN, end, SPAN):
         first = max(0, (begin - span) // LANES * LANES)
-        last = min(_SPAN, (end - span + LANES - 1) // LANES * LANES)
+        last = min(SPAN, (end - span + LANES - 1) // LANES * LANES)
         for i in range(first, last, 2 * LANES):
             j = i + LANES if i + LANES < last else i
             block, other = table[(span + i) // block_size], table[(span + j) // block_size]
@@ -98,16 +61,8 @@ def attend(query, keys, values, table, first_query, num_queries, position, head,
                 (block * num_kv_heads + head) * dim * block_size + (span + i) % block_size,
                 (other * num_kv_heads + head) * dim * block_size + (span + j) % block_size,
             )
-            multiply_cached(rounded, 0, dim, num_rows, dim, keys, starts, block_size, scores, (i, j), _SPAN, True)
-        for row in range(num_rows):
-            own = position + row // group  # the query's own position, the last it sees
-            least = max(0, own - window + 1) if window > 0 else 0
-            rescale = _weigh(
-                scores, row * _SPAN, first, last, least - span, own + 1 - span, scale, top, total, row, weights
-            )
-            if rescale != np.float32(1.0):
-                for d in range(0, dim, LANES):
-                    store(acc, row * dim + d, mul(load(acc, row * dim + d), splat(rescale)))
+            multiply_cached(rounded, 0, dim, num_rows, dim, keys, starts, block_size, scores, (i, j), SPAN, True)
+        weigh(scores, SPAN, 0, num_rows, group, position, window, span, first, last, scale, state, weights)
         for i in range(first, last, LANES):
             block = table[(span + i) // block_size]
             base = ((block * num_kv_heads + head) * block_size + (span + i) % block_size) * dim
@@ -118,11 +73,11 @@ def attend(query, keys, values, table, first_query, num_queries, position, head,
                 e = d + LANES if d + LANES < dim else d
                 if whole:
                     at = base + d, base + e
-                    multiply_cached(weights, i, _SPAN, num_rows, LANES, values, at, dim, acc, (d, e), dim, False)
+                    multiply_cached(weights, i, SPAN, num_rows, LANES, values, at, dim, acc, (d, e), dim, False)
                 else:
-                    multiply_cached(weights, i, _SPAN, num_rows, LANES, copy, (d, e), dim, acc, (d, e), dim, False)
+                    multiply_cached(weights, i, SPAN, num_rows, LANES, copy, (d, e), dim, acc, (d, e), dim, False)
     for row in range(num_rows):
-        inverse = splat(np.float32(1.0) / total[row])
+        inverse = splat(np.float32(1.0) / sum_lanes(load(totals, row * LANES)))
         start = (first_query + row // group) * num_kv_heads * group + head * group + row % group
         for d in range(0, dim, LANES):
             store(out, start * dim + d, mul(load(acc, row * dim + d), inverse))

@@ -26,7 +26,7 @@ _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VF32, _VI32 = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
-_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
+_PAIRS, _VI16 = ir.VectorType(BFLOAT, 2 * LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def has_products(*, bfloat16: bool) -> bool:
@@ -59,28 +59,46 @@ def _products_of(num_rows: int) -> Any:
 
     @intrinsic
     def multiply(
-        typing_context: Any, x: Any, x_start: Any, num_inputs: Any, panels: Any, start: Any, out: Any, at: Any, gap: Any
+        typing_context: Any,
+        x: Any,
+        x_start: Any,
+        num_inputs: Any,
+        panels: Any,
+        start: Any,
+        out: Any,
+        at: Any,
+        gap: Any,
+        begins: Any,
     ) -> Any:
-        """Write ``out[at + row * gap + i]`` for all 32 outputs; row r of x begins at ``x_start + r * num_inputs``."""
+        """Add to ``out[at + row * gap + i]`` for all 32 outputs; row r of x begins at ``x_start + r * num_inputs``."""
         is_wide = panels.dtype == types.float32
         step = 1 if is_wide else 2  # inputs
-        weights_type, scalar = (_VF32, _F32) if is_wide else (_PAIRS, _I32)
+        weights_type, scalar = (_VF32, _F32) if is_wide else (_VI16, _I32)
         alignment = 4 if is_wide else 2
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            x_, x_start_, size, panels_, start_, out_, at_, gap_ = arguments
+            x_, x_start_, size, panels_, start_, out_, at_, gap_, begins_ = arguments
             kinds = signature.args
             first_x = _element(context, builder, kinds[0], x_, x_start_)
             panel = _element(context, builder, kinds[3], panels_, start_)
             first_out = _element(context, builder, kinds[5], out_, at_)
             rows = [builder.gep(first_x, [builder.mul(size, _I64(row))]) for row in range(num_rows)]
+            zero = ir.Constant(_VF32, [0.0] * LANES)
+            targets, known = [], []
+            for row in range(num_rows):
+                for vector in range(_VECTORS):
+                    place = builder.add(builder.mul(gap_, _I64(row)), _I64(vector * LANES))
+                    targets.append(builder.bitcast(builder.gep(first_out, [place]), _VF32.as_pointer()))
+                    value = builder.load(targets[-1])
+                    value.align = 4
+                    known.append(builder.select(begins_, zero, value))
 
             before, loop = builder.block, builder.append_basic_block("inputs")
             after = builder.append_basic_block("stored")
             builder.branch(loop)
             builder.position_at_end(loop)
             place = builder.phi(_I64)
-            totals = [[builder.phi(_VF32) for _ in range(_VECTORS)] for _ in range(num_rows)]
+            totals = [builder.phi(_VF32) for _ in targets]
 
             def load(pointer: Any, kind: Any) -> Any:
                 value = builder.load(builder.bitcast(pointer, kind.as_pointer()))
@@ -95,26 +113,25 @@ def _products_of(num_rows: int) -> Any:
             sums = []
             for row in range(num_rows):
                 value = _spread(builder, load(builder.gep(rows[row], [place]), scalar), ir.VectorType(scalar, LANES))
-                sums.append([multiply_add(builder, totals[row][v], value, weights[v]) for v in range(_VECTORS)])
+                sums += [
+                    multiply_add(builder, totals[_VECTORS * row + vector], value, weights[vector])
+                    for vector in range(_VECTORS)
+                ]
             following = builder.add(place, _I64(step))
             place.add_incoming(_I64(0), before)
             place.add_incoming(following, loop)
-            for row in range(num_rows):
-                for vector in range(_VECTORS):
-                    totals[row][vector].add_incoming(ir.Constant(_VF32, [0.0] * LANES), before)
-                    totals[row][vector].add_incoming(sums[row][vector], loop)
+            for total, start_value, result in zip(totals, known, sums, strict=True):
+                total.add_incoming(start_value, before)
+                total.add_incoming(result, loop)
             builder.cbranch(builder.icmp_signed("<", following, size), loop, after)
 
             builder.position_at_end(after)
-            for row in range(num_rows):
-                for vector in range(_VECTORS):
-                    target = builder.add(builder.mul(gap_, _I64(row)), _I64(vector * LANES))
-                    pointer = builder.bitcast(builder.gep(first_out, [target]), _VF32.as_pointer())
-                    builder.store(sums[row][vector], pointer).align = 4
+            for target, result in zip(targets, sums, strict=True):
+                builder.store(result, target).align = 4
             return context.get_dummy_value()
 
         intp = types.intp
-        return types.void(x, intp, intp, panels, intp, out, intp, intp), generate
+        return types.void(x, intp, intp, panels, intp, out, intp, intp, types.boolean), generate
 
     return multiply
 
@@ -123,8 +140,8 @@ _eight, _four, _two, _one = (_products_of(num_rows) for num_rows in (8, 4, 2, 1)
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def multiply_panel(x, x_start, num_rows, num_inputs, panels, panel, out, at, gap):
-    """Write ``out[at + row * gap + i]``, float32, for the 32 outputs i of a panel and each row of x.
+def multiply_panel(x, x_start, num_rows, num_inputs, panels, panel, out, at, gap, begins):
+    """Add to ``out[at + row * gap + i]``, float32, for the 32 outputs i of a panel and each row of x.
 
     Args:
         x: flat; row r begins at ``x_start + r * num_inputs``. Of the type of ``panels``.
@@ -136,17 +153,18 @@ def multiply_panel(x, x_start, num_rows, num_inputs, panels, panel, out, at, gap
         out: float32, flat.
         at: place of the first row's first output.
         gap: between rows of ``out``.
+        begins: ``out`` holds nothing yet: begin at zero.
     """
     start = panel * num_inputs * PANEL
     row = 0
     while num_rows - row >= 8:
-        _eight(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap)
+        _eight(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap, begins)
         row += 8
     if num_rows - row >= 4:
-        _four(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap)
+        _four(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap, begins)
         row += 4
     if num_rows - row >= 2:
-        _two(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap)
+        _two(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap, begins)
         row += 2
     if row < num_rows:
-        _one(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap)
+        _one(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap, begins)

@@ -23,6 +23,7 @@ from numba.extending import intrinsic, models, register_model
 from torch import Tensor
 
 LANES = 16
+_LINE = 64  # bytes
 _F32, _I16, _I32 = ir.FloatType(), ir.IntType(16), ir.IntType(32)
 _VF32, _VI16, _VI32 = (ir.VectorType(scalar, LANES) for scalar in (_F32, _I16, _I32))
 _UNDEFINED = ir.Constant(_VF32, ir.Undefined)
@@ -60,6 +61,15 @@ def flat(tensor: Tensor) -> Any:
 def flat_span(tensor: Tensor) -> Any:
     """As ``flat`` for a tensor whose tokens lie apart: everything from its first to its last element."""
     return flat(tensor.as_strided(((len(tensor) - 1) * tensor.stride(0) + tensor[0].numel(),), (1,)))
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def room(like, size):
+    """Return an array of the type of ``like`` that begins with a line of the cache, so that no vector lies on two."""
+    items = _LINE // like.itemsize
+    memory = np.empty(size + items, like.dtype)
+    skipped = (-memory.ctypes.data % _LINE) // like.itemsize
+    return memory[skipped : skipped + size]
 
 
 class _Float32x16(types.Type):
@@ -212,7 +222,7 @@ def _binary(build: Callable[[Any, Any, Any], Any]) -> Any:
 
 
 def _larger(builder: Any, x: Any, y: Any) -> Any:
-    return builder.select(builder.fcmp_unordered(">", x, y), x, y)  # a NaN in x stays
+    return builder.select(builder.fcmp_ordered(">", y, x), y, x)  # a NaN in x stays; one instruction in this form
 
 
 add = _binary(lambda builder, x, y: builder.fadd(x, y))

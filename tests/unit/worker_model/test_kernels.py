@@ -60,27 +60,35 @@ def test_paged_attention_is_the_reference(
     near(actual, expected.to(dtype))
 
 
-def test_paged_attention_of_a_query_has_the_same_bits_in_any_step() -> None:
-    heads, dim, block_size, length = 4, 32, 16, 45
-    keys, values = torch.randn(9, 2, dim, block_size), torch.randn(9, 2, block_size, dim)
-    query = torch.randn(length, heads, dim)
-    table = np.array([[3, 8, 1]], np.int32)
+@DTYPES
+@pytest.mark.parametrize("window", [0, 19])
+def test_paged_attention_of_a_query_has_the_same_bits_in_any_step(dtype: torch.dtype, window: int) -> None:
+    heads, dim, block_size, length = 4, 32, 16, 277
+    keys = torch.randn(19, 2, dim, block_size).to(dtype)
+    values = torch.randn(19, 2, block_size, dim).to(dtype)
+    query = torch.randn(length, heads, dim).to(dtype)
+    table = np.random.default_rng(3).permutation(19)[None].astype(np.int32)
+    # What lies behind the last token is nobody's, nor a number.
+    keys[table[0, length // block_size], :, :, length % block_size :] = torch.nan
+    values[table[0, length // block_size], :, length % block_size :] = torch.nan
 
     def attend(start: int, end: int) -> Tensor:
         starts, seq_lens = np.array([0, end - start], np.int32), np.array([end], np.int32)
         plan = plan_attention(table, starts, seq_lens, num_threads=2)
-        return paged_attention(query[start:end].contiguous(), keys, values, plan, 0.2, 19)
+        return paged_attention(query[start:end].contiguous(), keys, values, plan, 0.2, window)
 
     whole = attend(0, length)
     chunked = torch.cat([attend(0, 7), attend(7, 30), attend(30, length)])
     alone = torch.cat([attend(position, position + 1) for position in range(length)])
+    assert not whole.isnan().any()
     assert torch.equal(whole, chunked)
     assert torch.equal(whole, alone)
 
 
-def test_plan_covers_every_token_once_whatever_the_threads() -> None:
+@pytest.mark.parametrize("requests", [REQUESTS["mixed"], [(7, 300), (0, 1), (33, 40)]], ids=["few", "many"])
+def test_plan_covers_every_token_once_whatever_the_threads(requests: list[tuple[int, int]]) -> None:
     for num_threads in (1, 2, 5):
-        plan, _ = make_plan(REQUESTS["mixed"], 16, num_threads)
+        plan, _ = make_plan(requests, 16, num_threads)
         covered = sorted(
             (int(request), int(first) + i, int(position) + i)
             for request, first, count, position in plan.tiles
@@ -89,7 +97,7 @@ def test_plan_covers_every_token_once_whatever_the_threads() -> None:
         starts = plan.query_start_loc
         assert covered == [
             (index, int(starts[index]) + i, before + i)
-            for index, (before, count) in enumerate(REQUESTS["mixed"])
+            for index, (before, count) in enumerate(requests)
             for i in range(count)
         ]
 
