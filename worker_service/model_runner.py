@@ -15,9 +15,11 @@ import contextlib
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from maniple_kernels.compile_ahead import compiling_ahead
 from service_chassis.errors import InvalidParameter
 from service_chassis.kernel_rules import TUNE_NEEDS_GPU
 from worker_service.attention.base import AttentionSpec, Tunable
@@ -30,7 +32,8 @@ from worker_service.forward.step_outputs import Said, StepOutputs
 from worker_service.input_batch import InputBatch
 from worker_service.kv_cache import KvCache, KvCacheSpec
 from worker_service.memory import KvDemand, plan_memory
-from worker_service.models.registry import Model, implementation_of, load_model
+from worker_service.models.config import load_config
+from worker_service.models.registry import DTYPES, NATIVE, Model, implementation_of, load_model
 from worker_service.out_of_memory import explaining_memory
 from worker_service.pending_step import PendingStep
 from worker_service.platforms.choose import choose_platform
@@ -112,10 +115,16 @@ class TorchModelRunner:
             raise InvalidParameter("torch_compile", True, rule)
         if self._forward_options.tune_kernels and self._platform.device.type == "cpu":
             raise InvalidParameter("tune_kernels", True, TUNE_NEEDS_GPU)
-        with explaining_memory("load", self._platform, {}, ("model", options.model)), self._memory.region(WEIGHTS):
+        with (
+            explaining_memory("load", self._platform, {}, ("model", options.model)),
+            self._memory.region(WEIGHTS),
+            compiling_ahead(self._compiled_for(options, implementation)) as finish_compiling,
+        ):
             model, dtype, max_model_len = load_model(
                 options, self._platform, self._rank, self._world_size, progress, self._tensors
             )
+            progress(1.0, "kernels are compiled")
+            finish_compiling()
         self._memory.began(options.model)
         config = model.config
         self._model, self._options, self._max_model_len = model, options, max_model_len
@@ -163,6 +172,18 @@ class TorchModelRunner:
             hidden_size=config.hidden_size,
             num_layers=config.num_layers,
         )
+
+    def _compiled_for(self, options: LoadOptions, implementation: str) -> torch.dtype | None:
+        """Return the type of weights that kernels are compiled for while they come; None: for none."""
+        is_plain = implementation == NATIVE and options.quantization == "none"
+        if self._platform.device.type != "cpu" or self._world_size > 1 or not is_plain:
+            return None
+        if options.dtype != "auto":
+            return DTYPES.get(options.dtype)
+        try:
+            return DTYPES.get(load_config(Path(options.model)).dtype)
+        except InvalidParameter:  # which the load raises, too
+            return None
 
     def profile_memory(self, gpu_memory_utilization: float) -> MemoryFacts:
         assert self._model is not None

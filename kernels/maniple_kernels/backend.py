@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
@@ -42,6 +45,11 @@ def package_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def compiled_directory() -> Path:
+    """Return where the kernels of this package lie that numba has compiled."""
+    return cache_directory() / "numba" / f"{importlib.metadata.version('numba')}-{package_digest()}"
+
+
 @functools.cache
 def has_cpu_kernels() -> bool:
     """Set numba up and say whether the kernels in ``cpu/`` can be used.
@@ -56,9 +64,22 @@ def has_cpu_kernels() -> bool:
         importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
         return False
-    numba.config.CACHE_DIR = str(cache_directory() / "numba" / f"{numba.__version__}-{package_digest()}")
+    numba.config.CACHE_DIR = str(compiled_directory())
     numba.config.THREADING_LAYER = "omp"
+    _save_one_at_a_time(importlib.import_module("numba.core.caching").IndexDataCacheFile)
     return True
+
+
+def _save_one_at_a_time(cache_file: Any) -> None:
+    """Let one process at a time add to a cache: of two at once, one would find its key and the other's code."""
+    save = cache_file.save
+
+    def locked_save(self: Any, key: Any, data: Any) -> None:
+        with open(Path(self._cache_path) / "lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            save(self, key, data)
+
+    cache_file.save = locked_save
 
 
 def fits_cpu_kernels(tensor: Tensor, *sizes: int) -> bool:
