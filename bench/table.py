@@ -84,10 +84,10 @@ def listing(scenes: Sequence[Scene]) -> str:
     for scene in scenes:
         lines.append(f"{' beside '.join(scene.servers) or 'programs'}:")
         for row in scene.rows:
-            lines.append(f"  {row.bench:<20}{row.what}")
+            lines.append(f"  {row.bench:<22}{row.what}")
             for figure in row.figures if isinstance(row, Beside) else ():
                 goal = figure.goal.text(figure.unit) if figure.goal else "no goal"
-                lines.append(f"  {'':<20}  {figure.suffix or figure.path}: {goal}")
+                lines.append(f"  {'':<22}  {figure.suffix or figure.path}: {goal}")
     return "\n".join(lines)
 
 
