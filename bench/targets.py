@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import re
 import shlex
 import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import grpc
@@ -23,6 +25,7 @@ from processes import Started, Surroundings, is_alive, title_of, tree, until
 
 NUM_STREAMS = 8
 READY_TIMEOUT_S = 600.0
+_PORTS = random.SystemRandom()  # whatever a program seeds: two at once must not choose alike
 _SERVICE = "maniple.v1.InferenceService"
 _WORKER_OF_VLLM = re.compile(r"VLLM::Worker_TP(\d+)|VLLM::Worker")
 
@@ -307,15 +310,17 @@ def threads_of(ranks: int) -> str:
 
 
 def free_ports(count: int) -> int:
-    """Return the first of so many consecutive ports that nobody listens on at this moment."""
+    """Return the first of so many consecutive ports that nobody listens on, and that no connection is given.
+
+    A port of the ephemeral range may be some connection's own end by the time that a server listens, or listens again.
+    """
+    ceiling = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = int(probe.getsockname()[1])
+        first = _PORTS.randrange(10_000, ceiling - count)
         try:
             for port in range(first, first + count):
-                with socket.socket() as other:
-                    other.bind(("127.0.0.1", port))
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
         except OSError:
             continue
         return first

@@ -10,6 +10,7 @@ import time
 import grpc
 
 from support.faults import is_alive, is_stopped, model_with
+from support.ports import free_ports
 from support.scripted_reference import greedy
 from support.serve_process import Caller, assert_next_server_works, serving
 from support.waiting import until
@@ -20,7 +21,8 @@ MP = ("--executor", "mp", "--tensor-parallel-size", "2", "--num-threads", "1")
 
 async def test_killed_server_ends_its_streams_and_leaves_no_worker_and_no_file() -> None:
     shm_before = set(os.listdir("/dev/shm"))
-    with serving("--model", model_with(step_time_s=0.01), *MP) as server:
+    place = ("--listen", f"127.0.0.1:{free_ports(1)[0]}")  # one that it can have again
+    with serving("--model", model_with(step_time_s=0.01), *MP, *place) as server:
         async with Caller(server) as caller, asyncio.timeout(60):
             (group,) = (await caller.status()).groups
             pids = [rank.pid for rank in group.ranks]
@@ -49,4 +51,4 @@ async def test_killed_server_ends_its_streams_and_leaves_no_worker_and_no_file()
             await until(lambda: not is_alive(pids[1]) and not directory.exists(), "the end", timeout_s=within_s)
             assert set(os.listdir("/dev/shm")) <= shm_before
         # In the same place, as an orchestrator would.
-        await assert_next_server_works("--model", "scripted", *MP, "--listen", server.address)
+        await assert_next_server_works("--model", "scripted", *MP, *place)

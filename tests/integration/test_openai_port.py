@@ -18,18 +18,13 @@ from control_plane.announcement import OpenAiReady, Ready
 from control_plane.config import ControlPlaneConfig, resolve_auto
 from service_chassis.errors import ConfigurationError
 from support.faults import is_alive
+from support.ports import free_ports
 from support.serve_process import ServeProcess, serving
 
 pytest.importorskip("smg", reason="the gateway's wheel exists for Linux only")
 
 ANSWER = "Ave! 🦩"
 MODEL = f"scripted:{json.dumps({'forced': list(ANSWER.encode())})}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -60,7 +55,7 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -
 
 @pytest.fixture
 def server() -> Iterator[ServeProcess]:
-    words = ("--model", MODEL, "--served-model-name", "maniple", "--openai-port", str(free_port()))
+    words = ("--model", MODEL, "--served-model-name", "maniple", "--openai-port", str(free_ports(1)[0]))
     with serving(*words) as one:
         yield one
 

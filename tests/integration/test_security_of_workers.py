@@ -19,7 +19,8 @@ from maniple_client import AsyncClient, PermissionDenied, Tls
 from service_chassis.tls import ClientTls, TlsFiles, read_pems
 from support.certificates import Authority, Identity
 from support.faults import WORKER
-from support.remote_ranks import RemoteRanks, free_ports, remote_ranks
+from support.ports import free_ports
+from support.remote_ranks import RemoteRanks, remote_ranks
 from support.scripted_reference import greedy
 from support.takeover import ControlPlane, Reading, Ready, StageProgress, prompt_of
 from support.waiting import until

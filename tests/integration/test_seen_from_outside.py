@@ -23,7 +23,7 @@ from control_plane.metrics.table import METRICS
 from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 from maniple.v1.inference_pb2 import GenerateRequest
 from support.platform_tools import promtool
-from support.remote_ranks import free_ports
+from support.ports import free_ports
 from support.takeover import ControlPlane, Lost, Ready, StageProgress, prompt_of
 from support.waiting import until
 from support.worker_command import worker_processes

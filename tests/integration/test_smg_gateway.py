@@ -8,7 +8,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 
 from maniple_client import Client
 from support.faults import model_with
+from support.ports import free_ports
 from support.scripted_reference import logits
 from support.serve_process import serving
 
@@ -45,13 +45,6 @@ def process(command: list[str], log: Path, **options: Any) -> Iterator[subproces
             started.wait()
         if started.stdout is not None:
             started.stdout.close()
-
-
-def free_port() -> int:
-    """The gateway cannot be asked which port it took; one that was free a moment ago has to do."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for_server(server: subprocess.Popen[bytes], log: Path) -> str:
@@ -103,7 +96,7 @@ def gateway_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[in
     serve += ["--served-model-name", "maniple", "--announce", "json"]
     with process(serve, logs / "server", stdout=subprocess.PIPE) as server:
         address = wait_for_server(server, logs / "server")
-        port, metrics_port = free_port(), free_port()
+        port, metrics_port = free_ports(2)
         launch = launch_gateway(address, port, metrics_port)
         with process(launch, logs / "gateway", stdout=subprocess.DEVNULL) as gateway:
             wait_for_gateway(gateway, port, logs / "gateway")
@@ -253,7 +246,7 @@ def streaming(port: int, max_tokens: int) -> Iterator[http.client.HTTPResponse]:
 
 def test_client_that_goes_frees_its_request_and_a_drain_is_seen_while_streams_finish(tmp_path: Path) -> None:
     words = ("--model", model_with(step_time_s=0.005), "--served-model-name", "maniple")
-    port, metrics_port = free_port(), free_port()
+    port, metrics_port = free_ports(2)
     often = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
     with serving(*words) as server, Client(server.address) as ours:
         launch = launch_gateway(server.address, port, metrics_port, *often)

@@ -18,7 +18,7 @@ from control_plane.executors.remote import RemoteExecutor
 from maniple.v1 import worker_pb2
 from service_chassis.ids import Rank
 from support.faults import SETTINGS, WORKER, LiveGroup, is_alive
-from support.remote_ranks import free_ports
+from support.ports import free_ports
 from support.waiting import until
 
 RANK_FLAGS = ("--device", "cpu", "--report-interval-s", "0.05", "--idle-report-interval-s", "0.1")

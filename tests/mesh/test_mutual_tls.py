@@ -14,7 +14,7 @@ from maniple_client import TransportLost
 from support.certificates import Authority, Identity
 from support.envoy import Cluster, Door, client_tls, envoys, server_tls
 from support.mesh_calls import FLAGS, LONG, PROMPT, client, is_idle, request_of, stub_of, tokens_of
-from support.remote_ranks import free_ports
+from support.ports import free_ports
 from support.scripted_reference import greedy
 from support.serve_process import serving
 

@@ -19,7 +19,7 @@ from control_plane.announcement import Lost, Ready
 from maniple_client import Aborted, AsyncClient, Chunk
 from maniple_client.errors import from_rpc_error
 from support.envoy import Cluster, Door, Envoy, envoys
-from support.remote_ranks import free_ports
+from support.ports import free_ports
 from support.scripted_reference import greedy
 from support.serve_process import Caller, ServeProcess
 from support.waiting import until

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from support.platform_tools import nginx
-from support.remote_ranks import free_ports
+from support.ports import free_ports
 
 RECOMMENDED = Path(__file__).resolve().parents[2] / "docs/proxies/nginx.conf"
 _PATHS = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")

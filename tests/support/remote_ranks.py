@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,23 +11,7 @@ from pathlib import Path
 from control_plane.executors.worker_settings import WorkerSettings
 from service_chassis.ids import Rank
 from support.faults import WORKER
-
-
-def free_ports(count: int, *, consecutive: bool = False) -> list[int]:
-    """Return ports that nobody listens on at this moment."""
-    while True:
-        probes = [socket.socket() for _ in range(count)]
-        try:
-            probes[0].bind(("127.0.0.1", 0))
-            first = probes[0].getsockname()[1]
-            for offset, probe in enumerate(probes[1:], start=1):
-                probe.bind(("127.0.0.1", first + offset if consecutive else 0))
-            return [probe.getsockname()[1] for probe in probes]
-        except (OSError, OverflowError):
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
+from support.ports import free_ports
 
 
 class RemoteRanks:
