@@ -12,19 +12,57 @@ from urllib.parse import urlsplit
 import grpc
 import grpc.aio
 
+from frugal_client import FrugalClient
 from load import Door
+from maniple.v1 import inference_pb2
 from maniple_client import AsyncClient, Chunk, ManipleError
+from maniple_client.requests import Options, generate_request
 
-KINDS = ("maniple", "vllm", "openai", "llama")
+_GENERATE = "/maniple.v1.InferenceService/Generate"
+KINDS = ("maniple", "maniple-client", "vllm", "openai", "llama")
 
 
 class ManipleDoor:
-    """Ours, by the client that users have."""
+    """Ours. HTTP/2 by hand, as HTTP is in ``OpenAiDoor``: the server is measured, and not what a library costs."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._connection: FrugalClient | None = None
+
+    async def __aenter__(self) -> ManipleDoor:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    async def vocab_size(self) -> int:
+        async with ManipleClientDoor(self._address) as door:
+            size = await door.vocab_size()
+        if self._connection is None:
+            self._connection = await FrugalClient.connect_tcp(self._address)
+        return size
+
+    async def stream(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
+        assert self._connection is not None, "ask for vocab_size first: it says when the server answers"
+        options = Options(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        request = generate_request(None, token_ids, None, options).SerializeToString()
+        async for message in self._connection.messages(_GENERATE, request):
+            event = inference_pb2.GenerateResponse.FromString(message)
+            kind = event.WhichOneof("event")
+            if kind == "chunk":
+                yield len(event.chunk.token_ids)
+            elif kind == "error":
+                raise RuntimeError(event.error.message)
+
+
+class ManipleClientDoor:
+    """Ours, by the client that users of Python have."""
 
     def __init__(self, address: str) -> None:
         self._address = address
 
-    async def __aenter__(self) -> ManipleDoor:
+    async def __aenter__(self) -> ManipleClientDoor:
         self._client = AsyncClient(self._address)
         return self
 
@@ -185,9 +223,11 @@ async def _server_sent_events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict
 
 
 def make_door(kind: str, url: str, model: str, vocab_size: int) -> Door:
-    """Return the door of one of the kinds maniple, vllm, openai, llama (OpenAI's with what llama.cpp adds)."""
+    """Return the door of one of ``KINDS``; llama is OpenAI's with what llama.cpp adds."""
     if kind == "maniple":
         return ManipleDoor(url)
+    if kind == "maniple-client":
+        return ManipleClientDoor(url)
     if kind == "vllm":
         return VllmEngineDoor(url)
     extra = {"timings_per_token": True} if kind == "llama" else {}

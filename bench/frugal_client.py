@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 _DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0x0, 0x1, 0x4, 0x6, 0x8
 _ACK, _END_STREAM, _END_HEADERS = 0x1, 0x1, 0x4
 _INITIAL_WINDOW_SIZE = 0x4
 _MOST_WINDOW = 2**31 - 1
 _FIRST_WINDOW = 65535
+_MOST_FRAME = 16384
 
 OnMessage = Callable[[bytes], None]
 
@@ -37,6 +38,7 @@ class FrugalClient(asyncio.Protocol):
         self.ended: set[int] = set()  # numbers of streams that the server ended
         self.is_lost = False
         self._readers: dict[int, OnMessage] = {}
+        self._wakes: dict[int, Callable[[], None]] = {}  # of those who read a stream as an iterator
         self._parts: dict[int, bytes] = {}  # of messages that are not whole
         self._held = b""  # of a frame that is not whole
         self._next_stream = 1
@@ -46,6 +48,13 @@ class FrugalClient(asyncio.Protocol):
     async def connect(cls, path: str) -> FrugalClient:
         """Connect to a Unix socket."""
         _, client = await asyncio.get_running_loop().create_unix_connection(cls, path)
+        return client
+
+    @classmethod
+    async def connect_tcp(cls, address: str) -> FrugalClient:
+        """Connect to HOST:PORT."""
+        host, _, port = address.rpartition(":")
+        _, client = await asyncio.get_running_loop().create_connection(cls, host.strip("[]"), int(port))
         return client
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -59,10 +68,18 @@ class FrugalClient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_lost = True
+        for wake in self._wakes.values():
+            wake()
 
     def call(self, method: str, request: bytes, on_message: OnMessage) -> int:
-        """Send a request; return the number of its stream."""
+        """Send a request; return the number of its stream.
+
+        Raises:
+            ValueError: the request is larger than a server must take before it has answered.
+        """
         assert self._transport is not None
+        if len(request) > _FIRST_WINDOW - 5:
+            raise ValueError(f"a request of {len(request)} bytes: this client sends at most {_FIRST_WINDOW - 5}")
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self._readers[stream] = on_message
         headers = b"".join(
@@ -76,10 +93,40 @@ class FrugalClient(asyncio.Protocol):
             )
         )
         body = b"\0" + struct.pack(">I", len(request)) + request
-        self._transport.write(
-            _frame(_HEADERS, _END_HEADERS, stream, headers) + _frame(_DATA, _END_STREAM, stream, body)
-        )
+        frames = [_frame(_HEADERS, _END_HEADERS, stream, headers)]
+        for start in range(0, len(body), _MOST_FRAME):
+            is_last = start + _MOST_FRAME >= len(body)
+            frames.append(_frame(_DATA, _END_STREAM * is_last, stream, body[start : start + _MOST_FRAME]))
+        self._transport.write(b"".join(frames))
         return stream
+
+    async def messages(self, method: str, request: bytes) -> AsyncIterator[bytes]:
+        """Send a request and yield the messages that come back, until the server ends the stream.
+
+        Raises:
+            ConnectionError: the connection was lost before.
+        """
+        woken, arrived = asyncio.Event(), list[bytes]()
+
+        def take(message: bytes) -> None:
+            arrived.append(message)
+            woken.set()
+
+        stream = self.call(method, request, take)
+        self._wakes[stream] = woken.set
+        try:
+            while arrived or stream not in self.ended:
+                if self.is_lost:
+                    raise ConnectionError("the connection was lost")
+                if not arrived:
+                    await woken.wait()
+                woken.clear()
+                now, arrived[:] = list(arrived), ()
+                for message in now:
+                    yield message
+        finally:
+            del self._wakes[stream], self._readers[stream]
+            self.ended.discard(stream)
 
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None
@@ -95,7 +142,10 @@ class FrugalClient(asyncio.Protocol):
             elif kind in (_SETTINGS, _PING) and not flags & _ACK:
                 self._transport.write(_frame(kind, _ACK, 0, data[at + 9 : end] if kind == _PING else b""))
             if kind in (_DATA, _HEADERS) and flags & _END_STREAM:
-                self.ended.add(int.from_bytes(data[at + 5 : at + 9], "big"))
+                ended = int.from_bytes(data[at + 5 : at + 9], "big")
+                self.ended.add(ended)
+                if ended in self._wakes:
+                    self._wakes[ended]()
             at = end
         self._held = data[at:]
 
@@ -105,7 +155,8 @@ class FrugalClient(asyncio.Protocol):
             end = 5 + int.from_bytes(held[1:5], "big")
             if end > len(held):
                 break
-            self._readers[stream](held[5:end])
+            if stream in self._readers:
+                self._readers[stream](held[5:end])
             held = held[end:]
         if held:
             self._parts[stream] = held

@@ -116,7 +116,7 @@ class TorchModelRunner:
         if self._forward_options.tune_kernels and self._platform.device.type == "cpu":
             raise InvalidParameter("tune_kernels", True, TUNE_NEEDS_GPU)
         with (
-            explaining_memory("load", self._platform, {}, ("model", options.model)),
+            explaining_memory("load", self._platform, dict, ("model", options.model)),
             self._memory.region(WEIGHTS),
             compiling_ahead(self._compiled_for(options, implementation)) as finish_compiling,
         ):
@@ -230,11 +230,14 @@ class TorchModelRunner:
         self, doing: str, refused: tuple[str, object] | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Explain memory that runs out, by what this rank holds."""
-        sizes = {
+        return explaining_memory(doing, self._platform, self._held, refused)
+
+    def _held(self) -> dict[str, int]:
+        """Return bytes by what holds them."""
+        return {
             "weights": self._model.weight_bytes if self._model is not None else 0,
             "KV cache": self._kv.num_bytes if self._kv is not None else 0,
         }
-        return explaining_memory(doing, self._platform, sizes, refused)
 
     def warm_up(self, capture_sizes: tuple[int, ...], enforce_eager: bool, progress: Progress) -> int:
         with self._explaining("capture", ("max_num_seqs", self._options.max_num_seqs)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -61,14 +61,14 @@ def sentence(doing: str, error: BaseException, reading: MemoryReading, sizes: Ma
 
 @contextmanager
 def explaining_memory(
-    doing: str, platform: Platform, sizes: Mapping[str, int], refused: tuple[str, object] | None = None
+    doing: str, platform: Platform, sizes: Callable[[], Mapping[str, int]], refused: tuple[str, object] | None = None
 ) -> Iterator[None]:
     """Explain what fails of memory in the block, and let go of what that had allocated.
 
     Args:
         doing: as for ``sentence``.
         platform: the device.
-        sizes: read when something fails.
+        sizes: asked when something fails.
         refused: the parameter and its value that are refused then; None: nothing can be refused any more.
 
     Raises:
@@ -80,7 +80,7 @@ def explaining_memory(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = sentence(doing, error, platform.memory(), sizes)
+        said = sentence(doing, error, platform.memory(), sizes())
         traceback.clear_frames(error.__traceback__)  # else their tensors live as long as this exception
         if refused is None:
             raise DeviceOutOfMemory(said) from error

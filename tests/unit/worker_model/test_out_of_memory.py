@@ -72,7 +72,7 @@ def test_a_stage_is_refused_and_lets_go_of_what_it_had() -> None:
     rule = re.escape("model='/m': must fit the memory there is: the device has no 2.50 GiB more")
     with (
         pytest.raises(InvalidParameter, match=rule),
-        explaining_memory("load", FullPlatform(1), {}, ("model", "/m")),
+        explaining_memory("load", FullPlatform(1), dict, ("model", "/m")),
     ):
         load()
     assert held[0]() is None
@@ -80,9 +80,9 @@ def test_a_stage_is_refused_and_lets_go_of_what_it_had() -> None:
 
 def test_in_a_step_it_is_the_end() -> None:
     platform = FullPlatform(1)
-    with pytest.raises(DeviceOutOfMemory, match=r"no 2\.50 GiB more"), explaining_memory("step", platform, {}):
+    with pytest.raises(DeviceOutOfMemory, match=r"no 2\.50 GiB more"), explaining_memory("step", platform, dict):
         raise torch.OutOfMemoryError(COMPLAINT)
-    with pytest.raises(RuntimeError, match="something else"), explaining_memory("step", platform, {}):
+    with pytest.raises(RuntimeError, match="something else"), explaining_memory("step", platform, dict):
         raise RuntimeError("something else")
 
 
