@@ -9,8 +9,9 @@ are rounded to the weights' type, keys and values to the cache's.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 
+from maniple_kernels.cpu.claims import claim, nothing_taken
 from maniple_kernels.cpu.linear import ROWS
 from maniple_kernels.cpu.paged_attention import attend_tiles
 from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
@@ -18,7 +19,7 @@ from maniple_kernels.cpu.rms_norm import _normalize
 from maniple_kernels.cpu.silu_mul import gate
 from maniple_kernels.cpu.simd import LANES, add, load, mul, store, sub
 
-_FEW_TOKENS = 4  # whose norms and angles are not worth a round of threads
+_FEW_TOKENS = 4  # whose norms and angles are not worth a round of threads, or another claim
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -93,8 +94,7 @@ def _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, inner)
                 store(inner, (first + row) * width + panel * PANEL + i, gate(left, right))
 
 
-# The parts below are functions of their own, so that what runs twice in a layer is compiled once. Whole numbers
-# that they hand on are signed: with the loops' own, unsigned ones what they call would be compiled a second time.
+# The parts below are functions of their own, so that what runs twice in a layer is compiled once.
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -103,19 +103,27 @@ def _normalize_tokens(residual, num_tokens, size, norm, eps, normed):
         for token in range(num_tokens):
             _normalize(residual, token * size, size, norm, eps, normed, token * size)
     else:
-        for token in prange(num_tokens):
-            _normalize(residual, np.int64(token) * size, size, norm, eps, normed, np.int64(token) * size)
+        taken, num_items = nothing_taken(), (num_tokens + _FEW_TOKENS - 1) // _FEW_TOKENS
+        for thread in prange(get_num_threads()):
+            few, helped = claim(taken, num_items, thread, 0)
+            while few < num_items:
+                for token in range(few * _FEW_TOKENS, min((few + 1) * _FEW_TOKENS, num_tokens)):
+                    _normalize(residual, token * size, size, norm, eps, normed, token * size)
+                few, helped = claim(taken, num_items, thread, helped)
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _project(normed, num_tokens, size, panels, bias, qkv, width):
-    for index in prange(width // PANEL):
-        panel = np.int64(index)
-        multiply_panel(normed, 0, num_tokens, size, panels, panel, qkv, panel * PANEL, width, True)
-        if len(bias):
-            for token in range(num_tokens):
-                for i in range(panel * PANEL, (panel + 1) * PANEL, LANES):
-                    store(qkv, token * width + i, add(load(qkv, token * width + i), load(bias, i)))
+    taken, num_panels = nothing_taken(), width // PANEL
+    for thread in prange(get_num_threads()):
+        panel, helped = claim(taken, num_panels, thread, 0)
+        while panel < num_panels:
+            multiply_panel(normed, 0, num_tokens, size, panels, panel, qkv, panel * PANEL, width, True)
+            if len(bias):
+                for token in range(num_tokens):
+                    for i in range(panel * PANEL, (panel + 1) * PANEL, LANES):
+                        store(qkv, token * width + i, add(load(qkv, token * width + i), load(bias, i)))
+            panel, helped = claim(taken, num_panels, thread, helped)
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -126,23 +134,35 @@ def _place_tokens(qkv, num_tokens, shape, norms, eps, cos_sin, positions, slots,
             position, slot = positions[token], slots[token]
             _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded)
     else:
-        for index in prange(num_tokens):
-            token = np.int64(index)
-            position, slot = positions[token], slots[token]
+        taken, num_items = nothing_taken(), (num_tokens + _FEW_TOKENS - 1) // _FEW_TOKENS
+        for thread in prange(get_num_threads()):
             rounded = np.empty(LANES, keys.dtype)
-            _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded)
+            few, helped = claim(taken, num_items, thread, 0)
+            while few < num_items:
+                for token in range(few * _FEW_TOKENS, min((few + 1) * _FEW_TOKENS, num_tokens)):
+                    position, slot = positions[token], slots[token]
+                    _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded)
+                few, helped = claim(taken, num_items, thread, helped)
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _add_product(x, num_rows, num_inputs, panels, bias, residual, size):
-    for panel in prange(size // PANEL):
-        _add_panel(x, num_rows, num_inputs, panels, bias, np.int64(panel), residual, size)
+    taken, num_panels = nothing_taken(), size // PANEL
+    for thread in prange(get_num_threads()):
+        panel, helped = claim(taken, num_panels, thread, 0)
+        while panel < num_panels:
+            _add_panel(x, num_rows, num_inputs, panels, bias, panel, residual, size)
+            panel, helped = claim(taken, num_panels, thread, helped)
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _gate_product(x, num_rows, num_inputs, panels, bias, num_panels, inner):
-    for panel in prange(num_panels):
-        _gate_panel(x, num_rows, num_inputs, panels, bias, np.int64(panel), num_panels, inner)
+    taken = nothing_taken()
+    for thread in prange(get_num_threads()):
+        panel, helped = claim(taken, num_panels, thread, 0)
+        while panel < num_panels:
+            _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, inner)
+            panel, helped = claim(taken, num_panels, thread, helped)
 
 
 @njit(error_model="numpy", nogil=True, cache=True)

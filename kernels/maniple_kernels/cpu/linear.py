@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 
+from maniple_kernels.cpu.claims import claim, nothing_taken
 from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
 from maniple_kernels.cpu.simd import LANES, add, load, store
 
@@ -18,15 +19,18 @@ def multiply_rows(x, num_rows, num_inputs, panels, bias, out):
     """Write x W^T + bias; ``x`` flat [num_rows, num_inputs], ``out`` flat [num_rows, outputs], ``bias`` or empty."""
     num_panels = len(panels) // (num_inputs * PANEL)
     width = num_panels * PANEL
-    for index in prange(num_panels):
-        panel = np.int64(index)  # signed, as in the other callers of what this calls: compiled once
+    taken = nothing_taken()
+    for thread in prange(get_num_threads()):
         sums = np.empty(ROWS * PANEL, np.float32)
-        for first in range(0, num_rows, ROWS):
-            count = min(ROWS, num_rows - first)
-            multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL, True)
-            for row in range(count):
-                for i in range(0, PANEL, LANES):
-                    value = load(sums, row * PANEL + i)
-                    if len(bias):
-                        value = add(value, load(bias, panel * PANEL + i))
-                    store(out, (first + row) * width + panel * PANEL + i, value)
+        panel, helped = claim(taken, num_panels, thread, 0)
+        while panel < num_panels:
+            for first in range(0, num_rows, ROWS):
+                count = min(ROWS, num_rows - first)
+                multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL, True)
+                for row in range(count):
+                    for i in range(0, PANEL, LANES):
+                        value = load(sums, row * PANEL + i)
+                        if len(bias):
+                            value = add(value, load(bias, panel * PANEL + i))
+                        store(out, (first + row) * width + panel * PANEL + i, value)
+            panel, helped = claim(taken, num_panels, thread, helped)

@@ -12,9 +12,10 @@ exact zeros to it.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 
 from maniple_kernels.cpu.cache_products import multiply_cached
+from maniple_kernels.cpu.claims import claim, nothing_taken
 from maniple_kernels.cpu.online_softmax import LEAST, SPAN, ZERO, weigh
 from maniple_kernels.cpu.simd import LANES, load, mul, splat, store, sum_lanes
 from maniple_kernels.cpu.tile_attention import attend_many
@@ -99,7 +100,11 @@ def attend_tiles(query, keys, values, tables, tiles, shape, scale, window, out):
         out: flat [num_tokens, num_heads, head_dim].
     """
     num_kv_heads = shape[0]
-    for item in prange(len(tiles) * num_kv_heads):
-        request, first, count, position = tiles[item // num_kv_heads]
-        head = item % num_kv_heads
-        attend(query, keys, values, tables[request], first, count, position, head, shape, scale, window, out)
+    taken, num_items = nothing_taken(), len(tiles) * num_kv_heads
+    for thread in prange(get_num_threads()):
+        item, helped = claim(taken, num_items, thread, 0)
+        while item < num_items:
+            request, first, count, position = tiles[item // num_kv_heads]
+            head = item % num_kv_heads
+            attend(query, keys, values, tables[request], first, count, position, head, shape, scale, window, out)
+            item, helped = claim(taken, num_items, thread, helped)
