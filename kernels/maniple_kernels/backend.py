@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ def compiled_directory() -> Path:
     return cache_directory() / "numba" / f"{importlib.metadata.version('numba')}-{package_digest()}"
 
 
+_setting_up = threading.Lock()
+
+
 @functools.cache
 def has_cpu_kernels() -> bool:
     """Set numba up and say whether the kernels in ``cpu/`` can be used.
@@ -57,6 +61,12 @@ def has_cpu_kernels() -> bool:
     Compiled code is kept in the user's cache directory, under a digest of this package: numba looks only at the file of
     the function itself and would not notice a change of what it calls.
     """
+    with _setting_up:  # two threads that ask for the first time must not both do it
+        return _set_up()
+
+
+@functools.cache
+def _set_up() -> bool:
     try:
         numba = importlib.import_module("numba")
         # Needs the system's OpenMP library. numba's own "workqueue" is no way out: it ends the process when two threads

@@ -28,13 +28,16 @@ _TYPES = {"float32": (torch.float32, np.float32), "bfloat16": (torch.bfloat16, n
 Part = tuple[Any, tuple[Any, ...]]  # a function, and arguments of the types that it is called with
 
 
-def attention_part(name: str) -> Part:
+def attention_parts(name: str) -> list[Part]:
     """Return the attention of a layer whose weights are of the type."""
+    from maniple_kernels.cpu.decoder_layer import _place_and_attend
     from maniple_kernels.cpu.paged_attention import attend_tiles
 
-    own, wide = np.zeros(1, _TYPES[name][1]), np.zeros(1, np.float32)
+    own, wide, places = np.zeros(1, _TYPES[name][1]), np.zeros(1, np.float32), np.zeros(1, np.int64)
     tables, tiles = np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int64)
-    return attend_tiles, (wide, own, own, tables, tiles, (1, 1, 1, 1, 1), np.float32(1), 0, own)
+    attending = wide, own, own, tables, tiles, (1, 1, 1, 1, 1), np.float32(1), 0, own
+    placing = (own, own), np.float32(1), wide, places, places
+    return [(attend_tiles, (*attending, 1)), (_place_and_attend, (*attending, *placing, 1))]
 
 
 def other_parts(name: str) -> list[Part]:
@@ -49,13 +52,13 @@ def other_parts(name: str) -> list[Part]:
     rows = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.uint32), np.zeros(1, np.int32)
     number, norms, shape = np.float32(1), (own, own), (1, 1, 1, 1, 1)
     return [
-        (decoder_layer._normalize_tokens, (wide, 1, 1, own, number, own)),
-        (decoder_layer._project, (own, 1, 1, own, own, wide, 1)),
-        (decoder_layer._place_tokens, (wide, 1, shape, norms, number, wide, places, places, own, own)),
-        (decoder_layer._add_product, (own, 1, 1, own, own, wide, 1)),
-        (decoder_layer._gate_product, (own, 1, 1, own, own, 1, own)),
+        (decoder_layer._norm_many, (wide, 1, 1, own, number, own, 1)),
+        (decoder_layer._project, (wide, 1, 1, own, number, own, own, own, wide, 1, 1)),
+        (decoder_layer._place_many, (wide, 1, shape, norms, number, wide, places, places, own, own, 1)),
+        (decoder_layer._add_product, (own, 1, 1, own, own, wide, 1, 1)),
+        (decoder_layer._gate_product, (wide, 1, 1, own, number, own, own, own, 1, own, 1)),
         (normalize_rows, (wide, 1, 1, own, number, own)),
-        (multiply_rows, (own, 1, 1, own, wide, wide)),
+        (multiply_rows, (own, 1, 1, own, wide, wide, 1)),
         (draw_rows, rows),
         (highest_of_rows, (wide, 1, 1, rows[2])),
     ]
@@ -128,7 +131,8 @@ def main() -> None:
     gc.disable()  # what a compiler makes it keeps, and this process lives for seconds
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if has_cpu_kernels():
-        compile_part(attention_part(name))
+        for part in attention_parts(name):
+            compile_part(part)
         _mark(name).touch()
     os._exit(0)
 

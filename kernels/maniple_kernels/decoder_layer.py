@@ -145,9 +145,10 @@ class DecoderLayers:
                 plan.tiles,
                 sizes,
                 numbers,
+                num_threads,
             )
             if self._is_quantized:
-                run_quantized_layer(*arguments, num_threads)
+                run_quantized_layer(*arguments)
             else:
                 run_layer(*arguments)
 

@@ -62,6 +62,6 @@ def multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, dtype: torch
     out = torch.empty((num_rows, len(panels) * PANEL), dtype=dtype)
     if num_rows == 0:
         return out
-    use_threads(panels.numel())
-    multiply_rows(flat(x), num_rows, num_inputs, flat(panels), _NO_BIAS if bias is None else flat(bias), flat(out))
+    biases = _NO_BIAS if bias is None else flat(bias)
+    multiply_rows(flat(x), num_rows, num_inputs, flat(panels), biases, flat(out), use_threads(panels.numel()))
     return out

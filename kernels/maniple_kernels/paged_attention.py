@@ -172,7 +172,7 @@ def paged_attention(
     from maniple_kernels.cpu.threads import use_threads
 
     out = torch.empty(query.shape, dtype=query.dtype)
-    use_threads(plan.num_pairs * query.shape[1] * head_dim)
+    num_threads = use_threads(plan.num_pairs * query.shape[1] * head_dim)
     attend_tiles(
         flat_span(query),
         flat(key_cache),
@@ -183,6 +183,7 @@ def paged_attention(
         np.float32(scale * LOG2_E),
         window,
         flat(out),
+        num_threads,
     )
     return out
 

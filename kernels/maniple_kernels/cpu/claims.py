@@ -6,8 +6,8 @@ part a thread goes from item to item in order, as the CPU's prefetching likes it
 
 A loop over all items of some work is written as::
 
-    taken = nothing_taken()
-    for thread in prange(get_num_threads()):
+    taken = nothing_taken(num_threads)
+    for thread in prange(num_threads):
         item, helped = claim(taken, num_items, thread, 0)
         while item < num_items:
             ...
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import get_num_threads, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from maniple_kernels.cpu.simd import _element
@@ -44,9 +44,12 @@ def _count_up(typing_context: Any, counts: Any, place: Any) -> Any:
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def nothing_taken():
-    """Return how many items were taken of each thread's part of a loop that begins, counts apart by a cache line."""
-    taken = np.empty(get_num_threads() * _LINE, np.int64)
+def nothing_taken(num_threads):
+    """Return how many items were taken of each thread's part of a loop that begins, counts apart by a cache line.
+
+    ``num_threads`` are those of ``use_threads``; asked inside, numba would not keep what it compiled.
+    """
+    taken = np.empty(num_threads * _LINE, np.int64)
     for i in range(0, len(taken), _LINE):
         taken[i] = 0
     return taken

@@ -9,17 +9,19 @@ are rounded to the weights' type, keys and values to the cache's.
 from __future__ import annotations
 
 import numpy as np
-from numba import get_num_threads, njit, prange
+from numba import njit, prange
 
 from maniple_kernels.cpu.claims import claim, nothing_taken
 from maniple_kernels.cpu.linear import ROWS
-from maniple_kernels.cpu.paged_attention import attend_tiles
+from maniple_kernels.cpu.paged_attention import attend, attend_tiles
 from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
 from maniple_kernels.cpu.rms_norm import _normalize
 from maniple_kernels.cpu.silu_mul import gate
 from maniple_kernels.cpu.simd import LANES, add, load, mul, store, sub
 
-_FEW_TOKENS = 4  # whose norms and angles are not worth a round of threads, or another claim
+_FEW_TOKENS = 4  # at a time, of norms and angles: one is not worth a claim
+# Whose norms each thread makes for itself, which takes less time than to wait until others have made theirs.
+_MOST_OWN_TOKENS = 32
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -34,30 +36,34 @@ def _rotate(x, start, half, cos_sin, angle):
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded):
-    """Norm and rotate a token's queries and keys, and put keys and values into their slot."""
+def _place_head(qkv, token, head, shape, norms, eps, cos_sin, position, slot, keys, values, rounded):
+    """Norm and rotate what a token has of one KV head, queries and keys, and put keys and values into their slot."""
     num_kv_heads, group, dim, block_size, width = shape
     q_norm, k_norm = norms
-    num_query_heads = num_kv_heads * group
-    start = token * width
-    for head in range(num_query_heads + num_kv_heads):
-        at = start + head * dim
+    queries = token * width + head * group * dim
+    key = token * width + (num_kv_heads * group + head) * dim
+    value = key + num_kv_heads * dim
+    for at in range(queries, queries + group * dim, dim):
         if len(q_norm):
-            if head < num_query_heads:
-                _normalize(qkv, at, dim, q_norm, eps, qkv, at)
-            else:
-                _normalize(qkv, at, dim, k_norm, eps, qkv, at)
+            _normalize(qkv, at, dim, q_norm, eps, qkv, at)
         _rotate(qkv, at, dim // 2, cos_sin, position * dim)
+    if len(k_norm):
+        _normalize(qkv, key, dim, k_norm, eps, qkv, key)
+    _rotate(qkv, key, dim // 2, cos_sin, position * dim)
     block, offset = slot // block_size, slot % block_size
-    for head in range(num_kv_heads):
-        key = start + (num_query_heads + head) * dim
-        value = key + num_kv_heads * dim
-        base = (block * num_kv_heads + head) * dim * block_size
-        for i in range(0, dim, LANES):
-            store(values, base + offset * dim + i, load(qkv, value + i))
-            store(rounded, 0, load(qkv, key + i))
-            for lane in range(LANES):
-                keys[base + (i + lane) * block_size + offset] = rounded[lane]
+    base = (block * num_kv_heads + head) * dim * block_size
+    for i in range(0, dim, LANES):
+        store(values, base + offset * dim + i, load(qkv, value + i))
+        store(rounded, 0, load(qkv, key + i))
+        for lane in range(LANES):
+            keys[base + (i + lane) * block_size + offset] = rounded[lane]
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded):
+    """As ``_place_head``, of all heads."""
+    for head in range(shape[0]):
+        _place_head(qkv, token, head, shape, norms, eps, cos_sin, position, slot, keys, values, rounded)
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -97,28 +103,36 @@ def _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, inner)
 # The parts below are functions of their own, so that what runs twice in a layer is compiled once.
 
 
-@njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _normalize_tokens(residual, num_tokens, size, norm, eps, normed):
-    if num_tokens <= _FEW_TOKENS:
-        for token in range(num_tokens):
-            _normalize(residual, token * size, size, norm, eps, normed, token * size)
-    else:
-        taken, num_items = nothing_taken(), (num_tokens + _FEW_TOKENS - 1) // _FEW_TOKENS
-        for thread in prange(get_num_threads()):
-            few, helped = claim(taken, num_items, thread, 0)
-            while few < num_items:
-                for token in range(few * _FEW_TOKENS, min((few + 1) * _FEW_TOKENS, num_tokens)):
-                    _normalize(residual, token * size, size, norm, eps, normed, token * size)
-                few, helped = claim(taken, num_items, thread, helped)
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _norm_few(residual, num_tokens, size, norm, eps, normed):
+    """Return what a thread of a loop over panels multiplies: ``normed``, or what it makes of few tokens by itself."""
+    if num_tokens > _MOST_OWN_TOKENS:
+        return normed
+    own = np.empty(num_tokens * size, norm.dtype)
+    for token in range(num_tokens):
+        _normalize(residual, token * size, size, norm, eps, own, token * size)
+    return own
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _project(normed, num_tokens, size, panels, bias, qkv, width):
-    taken, num_panels = nothing_taken(), width // PANEL
-    for thread in prange(get_num_threads()):
+def _norm_many(residual, num_tokens, size, norm, eps, normed, num_threads):
+    taken, num_items = nothing_taken(num_threads), (num_tokens + _FEW_TOKENS - 1) // _FEW_TOKENS
+    for thread in prange(num_threads):
+        few, helped = claim(taken, num_items, thread, 0)
+        while few < num_items:
+            for token in range(few * _FEW_TOKENS, min((few + 1) * _FEW_TOKENS, num_tokens)):
+                _normalize(residual, token * size, size, norm, eps, normed, token * size)
+            few, helped = claim(taken, num_items, thread, helped)
+
+
+@njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _project(residual, num_tokens, size, norm, eps, normed, panels, bias, qkv, width, num_threads):
+    taken, num_panels = nothing_taken(num_threads), width // PANEL
+    for thread in prange(num_threads):
+        x = _norm_few(residual, num_tokens, size, norm, eps, normed)
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:
-            multiply_panel(normed, 0, num_tokens, size, panels, panel, qkv, panel * PANEL, width, True)
+            multiply_panel(x, 0, num_tokens, size, panels, panel, qkv, panel * PANEL, width, True)
             if len(bias):
                 for token in range(num_tokens):
                     for i in range(panel * PANEL, (panel + 1) * PANEL, LANES):
@@ -127,28 +141,40 @@ def _project(normed, num_tokens, size, panels, bias, qkv, width):
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _place_tokens(qkv, num_tokens, shape, norms, eps, cos_sin, positions, slots, keys, values):
-    if num_tokens <= _FEW_TOKENS:
+def _place_many(qkv, num_tokens, shape, norms, eps, cos_sin, positions, slots, keys, values, num_threads):
+    taken, num_items = nothing_taken(num_threads), (num_tokens + _FEW_TOKENS - 1) // _FEW_TOKENS
+    for thread in prange(num_threads):
         rounded = np.empty(LANES, keys.dtype)
-        for token in range(num_tokens):
-            position, slot = positions[token], slots[token]
-            _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded)
-    else:
-        taken, num_items = nothing_taken(), (num_tokens + _FEW_TOKENS - 1) // _FEW_TOKENS
-        for thread in prange(get_num_threads()):
-            rounded = np.empty(LANES, keys.dtype)
-            few, helped = claim(taken, num_items, thread, 0)
-            while few < num_items:
-                for token in range(few * _FEW_TOKENS, min((few + 1) * _FEW_TOKENS, num_tokens)):
-                    position, slot = positions[token], slots[token]
-                    _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded)
-                few, helped = claim(taken, num_items, thread, helped)
+        few, helped = claim(taken, num_items, thread, 0)
+        while few < num_items:
+            for token in range(few * _FEW_TOKENS, min((few + 1) * _FEW_TOKENS, num_tokens)):
+                position, slot = positions[token], slots[token]
+                _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded)
+            few, helped = claim(taken, num_items, thread, helped)
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _add_product(x, num_rows, num_inputs, panels, bias, residual, size):
-    taken, num_panels = nothing_taken(), size // PANEL
-    for thread in prange(get_num_threads()):
+def _place_and_attend(
+    qkv, keys, values, tables, tiles, shape, scale, window, attended, norms, eps, cos_sin, positions, slots, num_threads
+):
+    """As both, for tiles of one token: nobody else waits for its keys."""
+    num_kv_heads = shape[0]
+    taken, num_items = nothing_taken(num_threads), len(tiles) * num_kv_heads
+    for thread in prange(num_threads):
+        rounded = np.empty(LANES, keys.dtype)
+        item, helped = claim(taken, num_items, thread, 0)
+        while item < num_items:
+            request, token, count, position = tiles[item // num_kv_heads]
+            head, slot = item % num_kv_heads, slots[token]
+            _place_head(qkv, token, head, shape, norms, eps, cos_sin, positions[token], slot, keys, values, rounded)
+            attend(qkv, keys, values, tables[request], token, count, position, head, shape, scale, window, attended)
+            item, helped = claim(taken, num_items, thread, helped)
+
+
+@njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _add_product(x, num_rows, num_inputs, panels, bias, residual, size, num_threads):
+    taken, num_panels = nothing_taken(num_threads), size // PANEL
+    for thread in prange(num_threads):
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:
             _add_panel(x, num_rows, num_inputs, panels, bias, panel, residual, size)
@@ -156,18 +182,32 @@ def _add_product(x, num_rows, num_inputs, panels, bias, residual, size):
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _gate_product(x, num_rows, num_inputs, panels, bias, num_panels, inner):
-    taken = nothing_taken()
-    for thread in prange(get_num_threads()):
+def _gate_product(residual, num_tokens, size, norm, eps, normed, panels, bias, num_panels, inner, num_threads):
+    taken = nothing_taken(num_threads)
+    for thread in prange(num_threads):
+        x = _norm_few(residual, num_tokens, size, norm, eps, normed)
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:
-            _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, inner)
+            _gate_panel(x, num_tokens, size, panels, bias, panel, num_panels, inner)
             panel, helped = claim(taken, num_panels, thread, helped)
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def run_layer(
-    residual, num_tokens, size, products, norms, buffers, cos_sin, tokens, cache, tables, tiles, shape, numbers
+    residual,
+    num_tokens,
+    size,
+    products,
+    norms,
+    buffers,
+    cos_sin,
+    tokens,
+    cache,
+    tables,
+    tiles,
+    shape,
+    numbers,
+    num_threads,
 ):
     """Run a layer, in place on the residual stream.
 
@@ -186,6 +226,7 @@ def run_layer(
         tiles: as in ``paged_attention``.
         shape: (num_kv_heads, query heads per KV head, head_dim, block_size, width of qkv).
         numbers: (eps, softmax scale times log2(e), window).
+        num_threads: of ``use_threads``.
     """
     qkv_panels, qkv_bias, output_panels, output_bias, gate_panels, gate_bias, down_panels, down_bias = products
     attention_norm, mlp_norm, q_norm, k_norm = norms
@@ -197,11 +238,22 @@ def run_layer(
     attended_size = num_kv_heads * group * dim
     num_inner = len(down_panels) // size
 
-    _normalize_tokens(residual, num_tokens, size, attention_norm, eps, normed)
-    _project(normed, num_tokens, size, qkv_panels, qkv_bias, qkv, width)
-    _place_tokens(qkv, num_tokens, shape, (q_norm, k_norm), eps, cos_sin, positions, slots, keys, values)
-    attend_tiles(qkv, keys, values, tables, tiles, shape, scale, window, attended)
-    _add_product(attended, num_tokens, attended_size, output_panels, output_bias, residual, size)
-    _normalize_tokens(residual, num_tokens, size, mlp_norm, eps, normed)
-    _gate_product(normed, num_tokens, size, gate_panels, gate_bias, num_inner // PANEL, inner)
-    _add_product(inner, num_tokens, num_inner, down_panels, down_bias, residual, size)
+    if num_tokens > _MOST_OWN_TOKENS:
+        _norm_many(residual, num_tokens, size, attention_norm, eps, normed, num_threads)
+    _project(residual, num_tokens, size, attention_norm, eps, normed, qkv_panels, qkv_bias, qkv, width, num_threads)
+    if len(tiles) == num_tokens:
+        _place_and_attend(
+            qkv, keys, values, tables, tiles, shape, scale, window, attended, (q_norm, k_norm), eps, cos_sin,
+            positions, slots, num_threads,
+        )  # fmt: skip
+    else:
+        _place_many(qkv, num_tokens, shape, (q_norm, k_norm), eps, cos_sin, positions, slots, keys, values, num_threads)
+        attend_tiles(qkv, keys, values, tables, tiles, shape, scale, window, attended, num_threads)
+    _add_product(attended, num_tokens, attended_size, output_panels, output_bias, residual, size, num_threads)
+    if num_tokens > _MOST_OWN_TOKENS:
+        _norm_many(residual, num_tokens, size, mlp_norm, eps, normed, num_threads)
+    _gate_product(
+        residual, num_tokens, size, mlp_norm, eps, normed, gate_panels, gate_bias, num_inner // PANEL, inner,
+        num_threads,
+    )  # fmt: skip
+    _add_product(inner, num_tokens, num_inner, down_panels, down_bias, residual, size, num_threads)

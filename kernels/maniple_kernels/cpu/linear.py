@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import get_num_threads, njit, prange
+from numba import njit, prange
 
 from maniple_kernels.cpu.claims import claim, nothing_taken
 from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
@@ -15,12 +15,12 @@ ROWS = 64  # whose sums lie in the first-level cache until they are written wher
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True)
-def multiply_rows(x, num_rows, num_inputs, panels, bias, out):
+def multiply_rows(x, num_rows, num_inputs, panels, bias, out, num_threads):
     """Write x W^T + bias; ``x`` flat [num_rows, num_inputs], ``out`` flat [num_rows, outputs], ``bias`` or empty."""
     num_panels = len(panels) // (num_inputs * PANEL)
     width = num_panels * PANEL
-    taken = nothing_taken()
-    for thread in prange(get_num_threads()):
+    taken = nothing_taken(num_threads)
+    for thread in prange(num_threads):
         sums = np.empty(ROWS * PANEL, np.float32)
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:

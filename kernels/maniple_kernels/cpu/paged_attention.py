@@ -12,7 +12,7 @@ exact zeros to it.
 from __future__ import annotations
 
 import numpy as np
-from numba import get_num_threads, njit, prange
+from numba import njit, prange
 
 from maniple_kernels.cpu.cache_products import multiply_cached
 from maniple_kernels.cpu.claims import claim, nothing_taken
@@ -85,7 +85,7 @@ def attend(query, keys, values, table, first_query, num_queries, position, head,
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True)
-def attend_tiles(query, keys, values, tables, tiles, shape, scale, window, out):
+def attend_tiles(query, keys, values, tables, tiles, shape, scale, window, out, num_threads):
     """Attend for every tile and KV head.
 
     Args:
@@ -98,10 +98,11 @@ def attend_tiles(query, keys, values, tables, tiles, shape, scale, window, out):
         scale: the softmax scale times log2(e).
         window: keys a query sees, itself included; 0: all before it.
         out: flat [num_tokens, num_heads, head_dim].
+        num_threads: of ``use_threads``.
     """
     num_kv_heads = shape[0]
-    taken, num_items = nothing_taken(), len(tiles) * num_kv_heads
-    for thread in prange(get_num_threads()):
+    taken, num_items = nothing_taken(num_threads), len(tiles) * num_kv_heads
+    for thread in prange(num_threads):
         item, helped = claim(taken, num_items, thread, 0)
         while item < num_items:
             request, first, count, position = tiles[item // num_kv_heads]
