@@ -17,6 +17,11 @@ from rows import Beside, Load, Sweep
 CAPACITY_CONCURRENCY = 64
 NUM_QUANTILES = 50  # of a distribution, for a plot
 _WARM_UP_TOKENS = 8
+# Before a run all servers must rest. vLLM's threads take a whole core for one more second after its last token, and who
+# is measured in that second has half of the machine.
+_REST_WINDOW_S = 0.5
+_REST_SHARE = 0.1  # of a core, of all servers together
+_REST_TIMEOUT_S = 20.0
 
 
 class Side(Protocol):
@@ -28,6 +33,9 @@ class Side(Protocol):
 
     def is_alive(self) -> bool:
         """Whether its process lives."""
+
+    def cpu_s(self) -> float:
+        """Return the processor time of all its processes."""
 
 
 class RowFailedError(Exception):
@@ -63,6 +71,21 @@ def quantiles(seconds: Sequence[float]) -> list[float]:
     return [round(1000 * percentile(seconds, percent), 3) for percent in steps] if seconds else []
 
 
+async def until_at_rest(sides: Sequence[Side]) -> None:
+    """Wait until no server computes. Raises ``RowFailedError`` where one does not stop."""
+    deadline, shares = time.monotonic() + _REST_TIMEOUT_S, [1.0]
+    while sum(shares) > _REST_SHARE:
+        if time.monotonic() > deadline:
+            busiest = max(zip(shares, (side.name for side in sides), strict=True))
+            raise RowFailedError(
+                f"{busiest[1]} takes {busiest[0]:.0%} of a core, with no request for {_REST_TIMEOUT_S:g} s"
+            )
+        before, began = [side.cpu_s() for side in sides], time.monotonic()
+        await asyncio.sleep(_REST_WINDOW_S)
+        took_s = time.monotonic() - began
+        shares = [(side.cpu_s() - earlier) / took_s for side, earlier in zip(sides, before, strict=True)]
+
+
 async def warm_up(side: Side, load: Load) -> None:
     """Send a few short requests of the load's shape, uncounted: who builds something at first use has built it."""
     concurrency = load.concurrency or 8
@@ -93,6 +116,7 @@ async def run_beside(row: Beside, sides: Sequence[Side], num_pairs: int, seed: i
         runs: dict[str, dict[str, Any]] = {}
         # Whoever goes first goes second next time: a machine that warms up or throttles favours nobody.
         for side in (ours, peer) if pair % 2 == 0 else (peer, ours):
+            await until_at_rest(sides)
             runs[side.name] = await run_load(side, row.load, seed + pair, rate)
         pairs.append((runs[ours.name], runs[peer.name]))
         shown = [
@@ -115,6 +139,7 @@ async def run_sweep(row: Sweep, sides: Sequence[Side], seed: int) -> list[dict[s
     for concurrency in row.concurrencies:
         load = replace(row.load, concurrency=concurrency, num_requests=max(2 * concurrency, 4))
         for side in sides:
+            await until_at_rest(sides)
             figures = await run_load(side, load, seed + concurrency)
             points[side.name].append([concurrency, figures["output_tokens_per_s"]])
         shown = ", ".join(f"{name} {found[-1][1]:.1f}" for name, found in points.items())

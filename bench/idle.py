@@ -42,7 +42,7 @@ from rich.table import Table
 
 from frugal_client import FrugalClient
 from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
-from processes import Started, Surroundings, until
+from processes import Started, Surroundings, cpu_s, until
 
 MAX_LEN = 16384
 PROMPT_TOKENS = 16
@@ -76,12 +76,6 @@ class Case:
     streams: int
     in_flight: int
     stalled: int
-
-
-def cpu_s(pid: int) -> float:
-    """Return the processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def worker_command(socket: str) -> list[str]:
@@ -167,10 +161,10 @@ async def measure_started(case: Case, window_s: float, server: Started, worker: 
         for one in readers:
             one.num_tokens = one.num_messages = 0
             one.arrivals.clear()
-        cpu_before, steps_before, began = [cpu_s(pid) for pid in pids], await steps_done(admin), time.monotonic()
+        cpu_before, steps_before, began = [cpu_s([pid]) for pid in pids], await steps_done(admin), time.monotonic()
         await asyncio.sleep(window_s)
         steps, wall_s = await steps_done(admin) - steps_before, time.monotonic() - began
-        cores = [(cpu_s(pid) - before) / wall_s for pid, before in zip(pids, cpu_before, strict=True)]
+        cores = [(cpu_s([pid]) - before) / wall_s for pid, before in zip(pids, cpu_before, strict=True)]
         gaps = sorted(b - a for one in readers for a, b in zip(one.arrivals, one.arrivals[1:], strict=False))
         num_tokens, num_messages = sum(r.num_tokens for r in readers), sum(r.num_messages for r in readers)
         assert not client.ended, "streams ended before their last token"

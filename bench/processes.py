@@ -52,6 +52,16 @@ def children_of(pid: int) -> set[int]:
     return {child for child, parent in parents().items() if parent == pid}
 
 
+def cpu_s(pids: Iterable[int]) -> float:
+    """Return the processor time that processes have used; none of those that have ended."""
+    ticks = 0
+    for pid in pids:
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def title_of(pid: int) -> str:
     """Return the command line of a process, or what it calls itself."""
     try:

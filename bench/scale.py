@@ -25,7 +25,6 @@ import asyncio
 import gc
 import json
 import logging
-import os
 import resource
 import subprocess
 import sys
@@ -50,7 +49,7 @@ from frugal_client import FrugalClient
 from goals import Figure, at_least, line_of
 from idle import WORDS
 from maniple.v1 import inference_pb2
-from processes import Started, Surroundings, until
+from processes import Started, Surroundings, cpu_s, until
 from service_chassis.ids import RequestId
 
 BLOCK_SIZE = 16
@@ -205,10 +204,10 @@ async def run_claiming(num_planes: int, num_groups: int, rows: int, step_ms: flo
         await until(lambda: readers.num_messages > rows * num_groups, 60, "tokens of every stream")
         await asyncio.sleep(1.5)
         readers.num_tokens = 0
-        cpu_before, began = [_cpu_s(plane.pid) for plane in planes], time.monotonic()
+        cpu_before, began = [cpu_s([plane.pid]) for plane in planes], time.monotonic()
         await asyncio.sleep(window_s)
         wall_s = time.monotonic() - began
-        cores = [(_cpu_s(plane.pid) - before) / wall_s for plane, before in zip(planes, cpu_before, strict=True)]
+        cores = [(cpu_s([plane.pid]) - before) / wall_s for plane, before in zip(planes, cpu_before, strict=True)]
         num_tokens = readers.num_tokens * ONE_IN
         assert not any(client.ended or client.is_lost for client in clients), "streams ended early"
         for client in clients:
@@ -272,11 +271,6 @@ def _dropping(readers: Readers) -> Any:
         readers.num_messages += 1
 
     return take
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # For people

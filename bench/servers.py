@@ -18,7 +18,7 @@ from types import TracebackType
 
 from doors import make_door
 from load import Door
-from processes import Surroundings, is_alive
+from processes import Surroundings, cpu_s, is_alive, tree
 from targets import free_ports, maniple
 
 STOP_TIMEOUT_S = 30.0
@@ -132,6 +132,10 @@ class Server:
     def is_alive(self) -> bool:
         """Whether its main process lives."""
         return self._process.poll() is None
+
+    def cpu_s(self) -> float:
+        """Return the processor time of all its processes."""
+        return cpu_s(tree(self._process.pid))
 
     def log_tail(self, num_lines: int = 3) -> str:
         """Return the last words of its log in one line."""

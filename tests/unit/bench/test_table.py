@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -39,8 +40,13 @@ class _Side:
         self.name = name
         self.door: Any = _Door(served, name, **options)
 
+        self.cpu_readings = iter([])  # processor time, as it is read; none once they are over
+
     def is_alive(self) -> bool:
         return True
+
+    def cpu_s(self) -> float:
+        return next(self.cpu_readings, 0.0)
 
 
 def _row(**load: Any) -> Any:
@@ -209,6 +215,21 @@ def test_rows_go_on_after_rows_and_servers_that_fail_and_no_process_stays(
         while is_alive(pid) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not is_alive(pid), name
+
+
+def test_a_run_waits_until_nobody_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import beside
+
+    monkeypatch.setattr(beside, "_REST_WINDOW_S", 0.01)
+    ours, peer = _Side("ours", []), _Side("peer", [])
+    readings = [0.0, 0.01, 0.02, 0.03, 0.04, 0.04]  # twice a core, then rest
+    peer.cpu_readings = iter(readings)
+    asyncio.run(beside.until_at_rest([ours, peer]))
+    assert list(peer.cpu_readings) == []
+    monkeypatch.setattr(beside, "_REST_TIMEOUT_S", 0.05)
+    peer.cpu_readings = itertools.count(0.0, 1.0)
+    with pytest.raises(beside.RowFailedError, match=r"peer takes .*% of a core, with no request"):
+        asyncio.run(beside.until_at_rest([ours, peer]))
 
 
 def test_newest_line_counts_where_a_row_was_measured_twice(tmp_path: Path) -> None:
