@@ -42,8 +42,11 @@ class RowFailedError(Exception):
     """A row could not be measured; its words say why."""
 
 
-async def run_load(side: Side, load: Load, seed: int, rate: float | None = None) -> dict[str, Any]:
-    """Send one run's load and return its figures. Raises ``RowFailedError`` where any request failed."""
+async def run_load(side: Side, load: Load, seed: str, rate: float | None = None) -> dict[str, Any]:
+    """Send one run's load and return its figures. Raises ``RowFailedError`` where any request failed.
+
+    ``seed`` names the row: prompts of rows of the same lengths would else be the same, and lie in caches.
+    """
     prompts = make_prompts(
         load.num_requests, load.input_len, load.output_len, side.vocab_size, seed, rate, load.shared_prefix_len
     )
@@ -86,7 +89,7 @@ async def until_at_rest(sides: Sequence[Side]) -> None:
         shares = [(side.cpu_s() - earlier) / took_s for side, earlier in zip(sides, before, strict=True)]
 
 
-async def warm_up(side: Side, load: Load) -> None:
+async def warm_up(side: Side, load: Load, seed: str) -> None:
     """Send a few short requests of the load's shape, uncounted: who builds something at first use has built it."""
     concurrency = load.concurrency or 8
     short = replace(
@@ -95,19 +98,19 @@ async def warm_up(side: Side, load: Load) -> None:
         concurrency=concurrency,
         output_len=Length(_WARM_UP_TOKENS, _WARM_UP_TOKENS),
     )
-    await run_load(side, short, seed=-1)
+    await run_load(side, short, seed)
 
 
 async def run_beside(row: Beside, sides: Sequence[Side], num_pairs: int, seed: int) -> list[dict[str, Any]]:
     """Measure so many pairs, and return the row's lines."""
     ours, peer = sides
     for side in sides:
-        await warm_up(side, row.load)
+        await warm_up(side, row.load, f"{row.bench} warm-up {seed}")
     rate = None
     details: dict[str, Any] = {}
     if row.load.share_of_capacity:
         flood = replace(row.load, concurrency=CAPACITY_CONCURRENCY)
-        capacity = (await run_load(peer, flood, seed - 1))["requests_per_s"]
+        capacity = (await run_load(peer, flood, f"{row.bench} capacity {seed}"))["requests_per_s"]
         rate = row.load.share_of_capacity * capacity
         details |= {"peer_capacity_requests_per_s": capacity, "rate_per_s": round(rate, 4)}
         _say(f"{row.bench}: {peer.name} can do {capacity:.2f} requests/s, so {rate:.2f} are sent to each")
@@ -117,7 +120,7 @@ async def run_beside(row: Beside, sides: Sequence[Side], num_pairs: int, seed: i
         # Whoever goes first goes second next time: a machine that warms up or throttles favours nobody.
         for side in (ours, peer) if pair % 2 == 0 else (peer, ours):
             await until_at_rest(sides)
-            runs[side.name] = await run_load(side, row.load, seed + pair, rate)
+            runs[side.name] = await run_load(side, row.load, f"{row.bench} {seed + pair}", rate)
         pairs.append((runs[ours.name], runs[peer.name]))
         shown = [
             f"{figure.suffix} {figure.of(pairs[-1][0]) or 0:.1f} / {figure.of(pairs[-1][1]) or 0:.1f} {figure.unit}"
@@ -140,7 +143,7 @@ async def run_sweep(row: Sweep, sides: Sequence[Side], seed: int) -> list[dict[s
         load = replace(row.load, concurrency=concurrency, num_requests=max(2 * concurrency, 4))
         for side in sides:
             await until_at_rest(sides)
-            figures = await run_load(side, load, seed + concurrency)
+            figures = await run_load(side, load, f"{row.bench} {concurrency} {seed}")
             points[side.name].append([concurrency, figures["output_tokens_per_s"]])
         shown = ", ".join(f"{name} {found[-1][1]:.1f}" for name, found in points.items())
         _say(f"{row.bench}: {concurrency} at once: {shown} tokens/s")

@@ -59,7 +59,7 @@ def make_prompts(
     input_len: Length,
     output_len: Length,
     vocab_size: int,
-    seed: int,
+    seed: int | str,
     rate: float | None,
     shared_prefix_len: int = 0,
 ) -> list[Prompt]:

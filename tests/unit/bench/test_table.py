@@ -9,7 +9,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,7 @@ class _Side:
     def __init__(self, name: str, served: list[tuple[str, int]], **options: Any) -> None:
         self.name = name
         self.door: Any = _Door(served, name, **options)
-
-        self.cpu_readings = iter([])  # processor time, as it is read; none once they are over
+        self.cpu_readings: Iterator[float] = iter([])  # processor time, as it is read; none once they are over
 
     def is_alive(self) -> bool:
         return True
@@ -99,7 +98,7 @@ def test_prompts_of_a_run_share_a_prefix_that_a_warm_run_sends_first() -> None:
 
     side = _Side("ours", [])
     row = _row(num_requests=3, shared_prefix_len=20, prefix_is_warm=True)
-    asyncio.run(run_load(side, row.load, seed=1))
+    asyncio.run(run_load(side, row.load, seed="1"))
     first, *rest = side.door.prompts
     assert [len(prompt) for prompt in (first, *rest)] == [21, 25, 25, 25]
     assert {prompt[:20] for prompt in rest} == {first[:20]}
@@ -215,6 +214,16 @@ def test_rows_go_on_after_rows_and_servers_that_fail_and_no_process_stays(
         while is_alive(pid) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not is_alive(pid), name
+
+
+def test_both_get_the_same_prompts_and_no_run_has_those_of_another() -> None:
+    from beside import run_beside
+
+    ours, peer = _Side("ours", []), _Side("vllm", [])
+    for bench in ("row", "other"):
+        asyncio.run(run_beside(replace(_row(), bench=bench), [ours, peer], num_pairs=3, seed=1))
+    assert set(ours.door.prompts) == set(peer.door.prompts)
+    assert len(set(ours.door.prompts)) == len(ours.door.prompts)
 
 
 def test_a_run_waits_until_nobody_computes(monkeypatch: pytest.MonkeyPatch) -> None:
