@@ -40,7 +40,7 @@ class ManipleDoor:
         async with ManipleClientDoor(self._address) as door:
             size = await door.vocab_size()
         if self._connection is None:
-            self._connection = await FrugalClient.connect_tcp(self._address)
+            self._connection = await FrugalClient.connect_to(self._address)
         return size
 
     async def stream(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[int]:

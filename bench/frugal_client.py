@@ -51,8 +51,10 @@ class FrugalClient(asyncio.Protocol):
         return client
 
     @classmethod
-    async def connect_tcp(cls, address: str) -> FrugalClient:
-        """Connect to HOST:PORT."""
+    async def connect_to(cls, address: str) -> FrugalClient:
+        """Connect to HOST:PORT or unix:PATH."""
+        if address.startswith("unix:"):
+            return await cls.connect(address.removeprefix("unix:"))
         host, _, port = address.rpartition(":")
         _, client = await asyncio.get_running_loop().create_connection(cls, host.strip("[]"), int(port))
         return client
