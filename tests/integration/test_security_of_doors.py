@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from control_plane.announcement import Ready
 from control_plane.doors.method_scopes import SCOPES_OF_METHODS
 from maniple.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 from maniple_client import AsyncClient, Client, Overloaded, PermissionDenied, Tls, Unauthenticated, token_in
@@ -86,6 +87,7 @@ def server(place: Path, authority: Authority, issuer: Issuer) -> Iterator[ServeP
     flags += ["--tls-certificate", identity.path("certificate"), "--tls-key", identity.path("key")]
     flags += ["--probe-listen", f"unix:{place}/probe.sock", "--max-waiting-per-caller", "1"]
     with serving(*flags) as process:
+        process.hear(Ready)  # a test that asks at the probe port alone would not wait for it
         yield process
 
 
