@@ -30,6 +30,7 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
+from arguments import at_least_one
 from control_plane.adopted_batch import requests_of
 from control_plane.control_blob import draw_resume_right, write_blob
 from control_plane.deltas import DeltaEncoder, row_payload
@@ -67,7 +68,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cpu", action="store_true", help="count time on the CPU alone: on a machine that is not quiet"
     )
-    parser.add_argument("--runs", type=int, default=5, help="default 5")
+    parser.add_argument("--runs", type=at_least_one, default=5, help="default 5")
     return parser.parse_args(argv)
 
 

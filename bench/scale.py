@@ -37,6 +37,7 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
+from arguments import at_least_one
 from control_plane.assembly import build_engine
 from control_plane.config import ControlPlaneConfig, resolve_auto
 from control_plane.fleet import Fleet
@@ -313,7 +314,7 @@ def parse_arguments() -> argparse.Namespace:
         default=2,
         help="groups, and control planes that claim one each; default 2, 0: none",
     )
-    parser.add_argument("--pairs", type=int, default=3, help="of one control plane and several, default 3")
+    parser.add_argument("--pairs", type=at_least_one, default=3, help="of one control plane and several, default 3")
     parser.add_argument("--claimed-rows", type=int, default=256, help="streams of each of those, default 256")
     parser.add_argument("--claimed-step-ms", type=float, default=5.0, help="time of their steps, default 5")
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)

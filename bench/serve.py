@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from arguments import at_least_one
 from doors import KINDS, make_door
 from load import Door, Length, make_prompts, run_closed, run_open
 from report import compare, summarize, table
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--output-len", type=Length.read, default=Length(128, 128), help="tokens, N or LOW:HIGH")
     load.add_argument("--seed", type=int, default=0, help="of lengths, ids and arrivals")
     load.add_argument("--warmup", type=int, default=4, help="requests before the first run, not counted")
-    load.add_argument("--runs", type=int, default=1, help="runs, or pairs of runs with a peer")
+    load.add_argument("--runs", type=at_least_one, default=1, help="runs, or pairs of runs with a peer")
     return made
 
 

@@ -28,6 +28,7 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
+from arguments import at_least_one
 from control_plane.assembly import build_engine, build_group
 from control_plane.config import ControlPlaneConfig, resolve_auto
 from control_plane.engine import Engine
@@ -202,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), help="edit,summary,story")
     parser.add_argument("--rows", type=_numbers, default=[1, 8], help="at once (default: 1,8)")
     parser.add_argument("--tokens", type=int, default=128, help="of each row (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--pairs", type=at_least_one, default=3, help="(default: %(default)s)")
     parser.add_argument("--steps-in-flight", type=int, default=1, help="of the group without (default: %(default)s)")
     parser.add_argument("--num-speculative-tokens", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--prompt-lookup-min", type=int, default=3, help="(default: %(default)s)")

@@ -26,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least_one
 from control_plane.model_store import cache_directory, resolve_model
 from goals import Figure, line_of, ours_at_most, short
 from maniple_client import AsyncClient, Chunk, ManipleError
@@ -106,7 +107,7 @@ def main() -> int:
     )
     parser.add_argument("--model", default="demo", help="what is served, default demo")
     parser.add_argument("--flags", default="", help="more flags of `maniple serve`, as one word")
-    parser.add_argument("--runs", type=int, default=3, help="warm starts, default 3")
+    parser.add_argument("--runs", type=at_least_one, default=3, help="warm starts, default 3")
     parser.add_argument("--first-time-runs", type=int, default=1, help="first starts, default 1")
     arguments = parser.parse_args()
     flags = shlex.split(arguments.flags)

