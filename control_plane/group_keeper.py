@@ -188,6 +188,8 @@ class GroupKeeper:
 
     def _on_held(self, reason: str, owner_address: str) -> None:
         self._out_of_reach_since = None
+        if self._group is not None and owner_address == self._group.settings.owner_address:
+            owner_address = ""  # of one that is gone: whoever asks there now asks us
         self._fleet.hold(reason, self.name, owner_address)
         self._progress("wait", Rank(0), 0.0, reason)
         if (

@@ -23,8 +23,11 @@ from service_chassis.errors import WrongState
 from service_chassis.ids import Rank
 from support.fake_executor import FakeExecutor
 from support.formed_ranks import FormedExecutor
+from support.waiting import until
 
-SETTINGS = GroupSettings(model="fake", max_num_seqs=4, num_kv_blocks=16, lease_s=1.0, startup_timeout_s=5.0)
+SETTINGS = GroupSettings(
+    model="fake", max_num_seqs=4, num_kv_blocks=16, lease_s=1.0, startup_timeout_s=5.0, owner_address="me:1"
+)
 
 
 class OthersRanks(FormedExecutor):
@@ -55,9 +58,10 @@ class Keeper:
         self.groups: list[WorkerGroup] = []
         self.said: list[str] = []
         self._ranks = ranks
+        self.fleet = Fleet()
         self.keeper = GroupKeeper(
             "0",
-            fleet=Fleet(),
+            fleet=self.fleet,
             make_group=self._make_group,
             make_engine=self._make_engine,
             on_group_loss=OnGroupLoss.REFORM,
@@ -92,6 +96,21 @@ async def test_spare_outlives_a_rank_that_dies_while_it_waits(error: Exception) 
     assert all("Leave" not in fake.calls and not fake.goodbyes for fake in waiting.fakes), "they are another's"
 
 
+@pytest.mark.parametrize(("owner_address", "is_serving"), [("other:1", True), ("me:1", False)])
+async def test_spare_is_ready_while_another_one_has_the_group_and_not_while_it_waits_for_the_lease_of_its_forerunner(
+    owner_address: str, is_serving: bool
+) -> None:
+    ranks = OthersRanks()
+    ranks.owner_address = owner_address
+    keeper = Keeper(iter([ranks]))
+    starting = asyncio.create_task(keeper.start())
+    await until(lambda: "wait" in keeper.said, "that the group is held")
+    assert keeper.fleet.is_serving == is_serving
+    ranks.silent_for_ms = 60_000
+    with pytest.raises(Seated):
+        await starting
+
+
 async def test_group_that_is_formed_anew_gets_the_weights_that_were_taken_last() -> None:
     Update = worker_pb2.WorkerServiceUpdateWeightsRequest
     ranks = FakeExecutor(2)
@@ -99,7 +118,7 @@ async def test_group_that_is_formed_anew_gets_the_weights_that_were_taken_last()
     with pytest.raises(Seated):
         await keeper.start()
     assert all("UpdateWeights" not in fake.calls for fake in ranks.fakes)
-    keeper.keeper._fleet.rest.weights_path = "/new"
+    keeper.fleet.rest.weights_path = "/new"
     with pytest.raises(Seated):
         await keeper.start()
     for fake in keeper.groups[1].executor.fakes:  # type: ignore[attr-defined]
