@@ -36,7 +36,7 @@ class FakeRank:
         self.goodbyes: list[int] = []
         self.hellos: list[int] = []  # last_result_step of each
         self.sample_inputs: list[int] = []  # steps
-        self.state_digest = 0
+        self.state_digest = self.token_digest = 0
         self.completed = 0
         self.results: dict[int, scheduler_delta_pb2.StepResult] = {}
         self.connection: FakeConnection | None = None
@@ -66,6 +66,7 @@ class FakeRank:
             running_step=running,
             running_for_ms=self.running_for_ms if running else 0,
             state_digest=self.state_digest,
+            token_digest=self.token_digest,
             busy=self.busy,
             failure=self.failure,
         )

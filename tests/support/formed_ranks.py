@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from google.protobuf.message import Message
 
-from maniple.v1 import rank_health_pb2, worker_pb2
+from maniple.v1 import worker_pb2
 from maniple.v1.scheduler_delta_pb2 import SchedulerDelta
 from service_chassis.errors import Fenced, LeaseHeld
 from service_chassis.ids import Rank
@@ -27,13 +27,13 @@ class FormedExecutor(FakeExecutor):
         self.owner_address = "other:1" if formed else ""
         self.silent_for_ms = 60_000
         self.model = "fake"
-        self.token_digests = [77] * world_size
         self.refusals: dict[int, int] = {}  # rank -> how often its Join is still refused as held
         self.snapshots_of: list[int] = []
         self.snapshot_step: int | None = None  # None: the right one
         self.fetched: list[bytes] | None = None  # None: what the rank has
         for fake in self.fakes:
             fake.epoch = 1 if formed else 0
+            fake.token_digest = 77
 
     def let_accept(self, rank: int, *deltas: SchedulerDelta) -> None:
         """Have a rank accept deltas of the dead owner."""
@@ -94,11 +94,6 @@ class FormedExecutor(FakeExecutor):
         self.snapshots_of.append(int(rank))
         step = fake.completed if self.snapshot_step is None else self.snapshot_step
         header = worker_pb2.SnapshotResponse.Header(
-            step=step, state_digest=fake.state_digest, token_digest=self.token_digests[rank]
+            step=step, state_digest=fake.state_digest, token_digest=fake.token_digest
         )
         yield worker_pb2.SnapshotResponse(header=header)
-
-    async def watch_health(self, rank: Rank, epoch: int) -> AsyncIterator[rank_health_pb2.RankReport]:
-        async for report in super().watch_health(rank, epoch):
-            report.token_digest = self.token_digests[rank]
-            yield report

@@ -112,7 +112,7 @@ async def test_ranks_that_diverged_are_asked_what_they_know_and_then_told_to_lea
     if digest == "state":
         executor.fakes[1].state_digest = 999
     else:
-        executor.token_digests[1] = 999
+        executor.fakes[1].token_digest = 999
     error = await refused(executor)
     assert "diverged" in error.loss.reason
     assert error.survivors is not None

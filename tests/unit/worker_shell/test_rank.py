@@ -132,7 +132,7 @@ async def test_failure_is_reported_once_and_first_cause_stays() -> None:
 
 async def test_orphan_wipes_what_users_sent_before_it_goes() -> None:
     reasons: list[str] = []
-    async with started_rank(WorkerConfig(orphan_grace_s=0.2), reasons.append) as rank:
+    async with started_rank(WorkerConfig(), reasons.append) as rank:
         await advance(rank, "Join", lease_ms=100)
         await advance(rank, *STAGES)
         feed = Feed(rank)
@@ -143,6 +143,7 @@ async def test_orphan_wipes_what_users_sent_before_it_goes() -> None:
         await feed.until("result")
         feed.send(delta=maker.make(finished=[1], mode=scheduler_delta_pb2.SchedulerDelta.MODE_APPLY_ONLY))
         await until(lambda: len(rank.tombstones) == 1, "the tombstone")
+        rank.config = WorkerConfig(orphan_grace_s=0.2)  # not before: what comes above may take longer
         await until(lambda: reasons, "its leaving")
         assert "no owner for" in reasons[0]
         assert len(rank.tombstones) == 0
