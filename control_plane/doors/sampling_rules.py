@@ -77,12 +77,11 @@ def resolve_sampling(
     allowed = tuple(sorted(set(wanted.allowed_token_ids)))
     check_count("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
     check_token_ids("allowed_token_ids", allowed, vocab_size)
-    if allowed:
-        never = {word[0] for word in bad_words if len(word) == 1}
-        never |= eos_ids | stop_token_ids if min_tokens else set()
-        if never.issuperset(allowed):
-            rule = "must leave an id that bad_words and min_tokens do not forbid"
-            raise InvalidParameter("allowed_token_ids", list(allowed), rule)
+    never = {word[0] for word in bad_words if len(word) == 1}
+    never |= eos_ids | stop_token_ids if min_tokens else set()
+    if never.issuperset(allowed or range(vocab_size)):
+        field, ids = ("allowed_token_ids", allowed) if allowed else ("stop_token_ids", stop_token_ids)
+        raise InvalidParameter(field, sorted(ids), "must leave an id that bad_words and min_tokens do not forbid")
 
     if wanted.logprobs_mode not in LogprobsMode.values():
         raise InvalidParameter("logprobs_mode", wanted.logprobs_mode, "must be one of LogprobsMode")

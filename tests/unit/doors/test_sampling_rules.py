@@ -123,6 +123,16 @@ def test_lists_of_ids_are_sorted_and_without_repeats() -> None:
     assert choice.logit_bias == ((2, -1.0), (5, 1.0))
 
 
+def test_stop_ids_that_leave_no_first_token_are_refused_in_a_small_vocabulary_too() -> None:
+    def few(**wanted: Any) -> SamplingChoice:
+        return resolve_sampling(SamplingParams(**wanted), MODEL, vocab_size=3, room=5, draw_seed=lambda: 1)
+
+    assert few(stop_token_ids=[0, 1, 2]).stop_token_ids == {0, 1, 2}
+    assert few(stop_token_ids=[0, 2], min_tokens=1).min_tokens == 1
+    with pytest.raises(InvalidParameter, match=r"stop_token_ids=\[0, 1, 2\]: must leave an id"):
+        few(stop_token_ids=[0, 1, 2], min_tokens=1)
+
+
 def test_text_choice_keeps_stops_in_order_without_repeats() -> None:
     choice = resolve_text(SamplingParams(stop=["b", "a", "b"], skip_special_tokens=False), skip_text=True)
     assert choice.stop == ("b", "a")
