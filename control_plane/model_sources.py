@@ -198,7 +198,8 @@ def fetch_from_hub(repository: str, progress: Progress, *, revision: str = "", i
         raise ConfigurationError([("model", repository, rule)]) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[:1]
-        rule = f"cannot be fetched from the hub: {_without_secrets(' '.join(first)) or type(error).__name__}"
+        why = _without_secrets(" ".join(first)) or type(error).__name__
+        rule = f"is no directory or file here, and cannot be fetched from the hub: {why}"
         raise ConfigurationError([("model", repository, rule)]) from error
     for needed in ("config.json", "tokenizer.json"):
         if not (path / needed).is_file():

@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
 
 
 def _shown(default: object) -> str:
-    return ("on" if default else "off") if isinstance(default, bool) else str(default)
+    return ("on" if default else "off") if isinstance(default, bool) else _typed(default)
 
 
 def flag_texts(arguments: argparse.Namespace, config_class: type) -> dict[str, str]:
@@ -53,9 +53,14 @@ def flag_texts(arguments: argparse.Namespace, config_class: type) -> dict[str, s
 
 
 def fault_lines(faults: Iterable[Fault], config_class: type) -> list[str]:
-    """Say each fault in a line, under the name of its flag."""
+    """Say each fault in a line, under the name of its flag. A field may be one inside of a flag's value."""
     flags = {name: made.flag for name, made in settings_of(config_class).items()}
-    return [f"  {flags.get(field, field)} {_typed(value)}".rstrip() + f": {rule}" for field, value, rule in faults]
+    lines = []
+    for field, value, rule in faults:
+        name, dot, inside = field.partition(".")
+        named = f"{flags[name]}{dot}{inside}" if name in flags else field
+        lines.append(f"  {named} {_typed(value)}".rstrip() + f": {rule}")
+    return lines
 
 
 def _typed(value: object) -> str:

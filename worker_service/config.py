@@ -5,7 +5,6 @@ Everything about the model comes later, by calls.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from service_chassis import metrics_server
+from service_chassis.command_parser import CommandParser
 from service_chassis.device_ids import KINDS, device_ids_rule, ids_fit_rule
 from service_chassis.errors import ConfigurationError
 from service_chassis.flags import add_flags, flag_texts, flag_words
@@ -238,15 +238,13 @@ Then, where clients connect: maniple control-plane --worker-addresses ADDRESS
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="maniple worker",
         usage="maniple worker [FLAGS]",
         description="Run the ranks of one group on this machine, for a control plane elsewhere. Which model they "
         "load comes from there.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_flags(parser, WorkerConfig)
     return parser
@@ -258,14 +256,17 @@ def read_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Wor
     Raises:
         ConfigurationError: with every fault there is.
     """
-    known, unknown = _parser().parse_known_args(list(arguments))
+    parser = _parser()
+    known, unknown = parser.parse_known_args(list(arguments))
     flags = flag_texts(known, WorkerConfig)
-    faults: list[Fault] = [(text, "", "is not a known flag") for text in unknown]
+    # The words behind an unknown flag are its values.
+    strange = [text for text in unknown if text.startswith("-")] or unknown
+    faults: list[Fault] = [(text, "", f"is not a known flag{parser.meant(text)}") for text in strange]
     values, unreadable = read_settings(WorkerConfig, flags, environment)
     faults += unreadable
     launched = launched_by_torchrun(environment, faults)
     values = {**launched.values, **values}
-    config = WorkerConfig(**{"world_size": values.get("tensor_parallel_size", 1), **values})
+    config = WorkerConfig(**{"world_size": max(values.get("tensor_parallel_size", 1), 1), **values})
     faults += broken_rules(config)
     config = _resolve(config, launched, faults)
     if faults:

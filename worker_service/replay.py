@@ -7,7 +7,6 @@ The first step that does not is named.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from maniple.v1.delta_log_pb2 import DeltaLogEntry
 from maniple.v1.scheduler_delta_pb2 import SchedulerDelta, StepResult
+from service_chassis.command_parser import CommandParser
 from service_chassis.errors import DeltaRefused, OutOfOrder
 from service_chassis.protocol.arrays import token_terms_sum
 from service_chassis.protocol.delta_recording import NotARecording, read_records
@@ -229,15 +229,13 @@ def read_entries(file: BinaryIO) -> Iterator[DeltaLogEntry]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay a file, print what came of it, return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="maniple replay",
         description="Replay a log that `--record-deltas` wrote: every delta must lead the batch state to the digest "
         "that it carries. Names the first step that does not. Needs neither workers nor a model. A log holds the "
         "prompts and outputs of its requests; what this prints holds none of them.",
         epilog="Exit code 0: every digest equal; 1: one differs; 2: no log.\n\nExamples:\n"
         "  maniple serve --record-deltas /tmp/deltas\n  maniple replay /tmp/deltas",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="the log")
     path = parser.parse_args(argv).file

@@ -12,6 +12,7 @@ from control_plane.cli.number_flags import LONGEST_S, number, whole
 from control_plane.exit_codes import INTERRUPTED, OK
 from maniple.v1 import admin_pb2
 from maniple_client import Client, ManipleError
+from service_chassis.command_parser import CommandParser
 from service_chassis.settings import at_least
 from service_chassis.sleep_tags import DEEPEST_SLEEP, SLEEP_TAGS
 
@@ -147,25 +148,26 @@ _VERBS: dict[str, tuple[Callable[[Client, argparse.Namespace], None], str, str, 
     ),
 }
 
+# What a verb takes besides flags.
+_WORDS = {"wake-up": " [TAG ...]", "update-weights": " PATH"}
+
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="maniple admin",
+        usage="maniple admin VERB [FLAGS]",
         description="Operate a running server.",
         epilog="Exit code 0: done; 1: the server refused, or nobody answers.\n\n"
         "Examples:\n  maniple admin pause --mode keep\n  maniple admin resume\n  maniple admin drain --deadline-s 60",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     verbs = made.add_subparsers(dest="verb", required=True, metavar="{" + ",".join(_VERBS) + "}")
     for name, (_, summary, description, examples) in _VERBS.items():
         verb = verbs.add_parser(
             name,
+            usage=f"maniple admin {name} [FLAGS]{_WORDS.get(name, '')}",
             help=summary,
             description=description,
             epilog=f"Examples:\n  {examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         add_server_flag(verb)
         _add_flags(name, verb.add_argument)

@@ -19,6 +19,7 @@ from control_plane.cli.connection import (
 from control_plane.cli.generate import stats_line
 from control_plane.exit_codes import OK
 from maniple_client import Chunk, Client, ManipleError, TransportLost
+from service_chassis.command_parser import CommandParser
 
 HELP = """\
 /reset        forget the conversation
@@ -28,12 +29,11 @@ Ctrl-C        end the answer that is being written"""
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="maniple chat",
+        usage="maniple chat [FLAGS]",
         description="Talk to the model. The conversation is kept until /reset.",
         epilog=f"While it runs:\n{HELP}\n\nWithout a terminal every line of standard input is one message.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_server_flag(made)
     made.add_argument("--model", default="", metavar="NAME", help="a served model name")
@@ -69,6 +69,10 @@ class Conversation:
                 print()
             except KeyboardInterrupt:
                 print(" [stopped]")
+            except ManipleError:
+                if any(sample.text for sample in stream.transcript.samples.values()):
+                    print(flush=True)  # what follows is said on a line of its own
+                raise
         samples = stream.transcript.samples
         answer = samples[0].text if 0 in samples else ""
         # A cut answer stays: both sides saw it, and templates want turns to alternate.

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from control_plane.cli.command_name import command_name
 from control_plane.cli.number_flags import finite_at_least_0, number, whole
@@ -26,6 +27,8 @@ _FILES = {
 _NAME_VARIABLE = "MANIPLE_CLIENT_TLS_SERVER_NAME"
 # How long a command looks for a generation whose server is gone: somebody is watching.
 RESUME_FOR_S = 5.0
+# OpenSSL's words for an answer that is no TLS, and for a certificate of somebody unknown.
+_SPEAKS_NO_TLS, _UNKNOWN_AUTHORITY = "WRONG_VERSION_NUMBER", "CERTIFICATE_VERIFY_FAILED"
 
 
 def add_server_flag(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +53,8 @@ def open_client(arguments: argparse.Namespace, command: str, environ: Mapping[st
     """Return a client of the server that the flags name.
 
     Raises:
-        SystemExit: a file cannot be read, or a token would travel in plaintext; said on standard error.
+        SystemExit: a file cannot be read, an address is for a browser, or a token would travel in plaintext; said on
+            standard error.
     """
     given = {name: getattr(arguments, name) or environ.get(variable, "") for name, (_, variable, _) in _FILES.items()}
     server_name = arguments.tls_server_name or environ.get(_NAME_VARIABLE, "")
@@ -58,15 +62,30 @@ def open_client(arguments: argparse.Namespace, command: str, environ: Mapping[st
     try:
         if given["tls_ca"] or given["tls_certificate"] or given["tls_key"] or server_name:
             ca = "" if given["tls_ca"] == "system" else given["tls_ca"]
+            _check_kinds(given | {"tls_ca": ca})
             tls = Tls(ca=ca, certificate=given["tls_certificate"], key=given["tls_key"], server_name=server_name)
         token = token_in(given["token_file"]) if given["token_file"] else None
         if token is not None:
             token()
         addresses = server_address(arguments, environ).split(",")
+        for address in addresses:
+            if address.startswith(("http://", "https://")):
+                raise ValueError(f"--server {address}: must be HOST:PORT or unix:PATH: the protocol is gRPC, not HTTP")
         return Client(addresses, tls=tls, token=token, resume_for_s=RESUME_FOR_S)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        flag = next((_FILES[name][0] for name, path in given.items() if path == error.filename), "")
+        print(f"{command}: {flag} {error.filename}: cannot be read: {error.strerror}", file=sys.stderr)
+        raise SystemExit(USAGE) from None
+    except ValueError as error:
         print(f"{command}: {error}", file=sys.stderr)
         raise SystemExit(USAGE) from None
+
+
+def _check_kinds(given: Mapping[str, str]) -> None:
+    """Refuse a file that is something else than its flag says: gRPC would speak of its insides."""
+    for name, kind in (("tls_ca", "CERTIFICATE"), ("tls_certificate", "CERTIFICATE"), ("tls_key", "PRIVATE KEY")):
+        if given[name] and f"{kind}-----".encode() not in Path(given[name]).read_bytes():
+            raise ValueError(f"{_FILES[name][0]} {given[name]}: holds no {kind.lower()} in PEM")
 
 
 def server_address(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
@@ -139,7 +158,7 @@ def report(command: str, error: ManipleError, address: str) -> int:
     print(f"{command}: {'the deadline passed' if is_late else error.message}", file=sys.stderr)
     if isinstance(error, TransportLost):
         print(
-            f"Is a server running on {address}? `{command_name()} serve` starts one. One with TLS needs --tls-ca.",
+            f"Is a server running on {address}? `{command_name()} serve` starts one. {_way(address, error.message)}",
             file=sys.stderr,
         )
     elif error.retry_after_s is not None:
@@ -147,3 +166,14 @@ def report(command: str, error: ManipleError, address: str) -> int:
     elif error.incident_id:
         print(f"The server's log has the details under incident {error.incident_id}.", file=sys.stderr)
     return FAILURE
+
+
+def _way(address: str, message: str) -> str:
+    """Return what may be wrong with how a server was asked that was not reached."""
+    if _SPEAKS_NO_TLS in message:
+        return "It speaks no TLS: leave out --tls-ca and what else is for TLS."
+    if _UNKNOWN_AUTHORITY in message:
+        return "No authority of --tls-ca signed its certificate."
+    if any(":" not in one for one in address.split(",")):
+        return "Without a port it is 443."
+    return "One with TLS needs --tls-ca, and --tls-certificate if it asks who calls."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import TextIO, cast
 
@@ -12,6 +11,7 @@ from control_plane.cli.serve import add_announce_flag, serve_in_foreground
 from control_plane.config import load_config
 from control_plane.doors import kserve_extra
 from control_plane.exit_codes import USAGE
+from service_chassis.command_parser import CommandParser
 from service_chassis.errors import ConfigurationError
 from service_chassis.telemetry import LogFormat, configure_logging
 
@@ -30,13 +30,11 @@ It starts no worker and kills none: that is for whoever runs `maniple worker`.
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=NAME,
         usage=f"{NAME} [FLAGS]",
         description="Serve with workers that run elsewhere.",
         epilog=f"{EPILOG}\n{kserve_extra.sentence()}\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_config_flags(parser)
     add_announce_flag(parser)

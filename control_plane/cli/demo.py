@@ -15,13 +15,14 @@ from control_plane.cli.connection import report
 from control_plane.cli.generate import stats_line
 from control_plane.exit_codes import FAILURE, OK
 from maniple_client import Chunk, Client, ManipleError
+from service_chassis.command_parser import CommandParser
 
 QUESTION = "What is the capital of France, and what is it known for?"
 STOP_TIMEOUT_S = 20.0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="maniple demo", description=__doc__, allow_abbrev=False)
+    made = CommandParser(prog="maniple demo", description=__doc__)
     made.add_argument("--model", default="demo")
     made.add_argument("--question", default=QUESTION)
     made.add_argument("--max-tokens", type=int, default=96)

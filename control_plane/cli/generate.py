@@ -20,6 +20,7 @@ from control_plane.cli.connection import (
 from control_plane.cli.number_flags import LONGEST_S, number, whole
 from control_plane.exit_codes import FAILURE, INTERRUPTED, OK, USAGE
 from maniple_client import Chunk, Done, GenerationStream, ManipleError
+from service_chassis.command_parser import CommandParser
 from service_chassis.settings import above
 
 EPILOG = """\
@@ -32,14 +33,13 @@ Examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="maniple generate",
+        usage="maniple generate [FLAGS] [TEXT]",
         description="Continue a text and stream the answer.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    made.add_argument("prompt", nargs="?", help="the text; - reads standard input")
+    made.add_argument("prompt", nargs="?", metavar="TEXT", help="the text; - reads standard input")
     made.add_argument("--chat", action="store_true", help="the text is a user's message, not the beginning of a text")
     made.add_argument("--token-ids", metavar="IDS", help="continue these ids, separated by commas, instead of a text")
     add_server_flag(made)
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = made.parse_args(argv)
     if (arguments.prompt is None) == (arguments.token_ids is None):
         made.print_usage(sys.stderr)
-        print("maniple generate: give either a prompt or --token-ids", file=sys.stderr)
+        print("maniple generate: give either a text or --token-ids", file=sys.stderr)
         return USAGE
     options: dict[str, Any] = sampling_options(arguments)
     if arguments.n is not None:
@@ -87,10 +87,10 @@ def run(argv: Sequence[str]) -> int:
             try:
                 return _show(stream, arguments)
             except ManipleError as error:
-                print()
+                _end_line(stream, arguments)
                 return report("maniple generate", error, address)
             except KeyboardInterrupt:
-                print()
+                _end_line(stream, arguments)
                 return INTERRUPTED
 
 
@@ -112,6 +112,13 @@ def _show(stream: GenerationStream, arguments: argparse.Namespace) -> int:
     # A sample that somebody aborted is not the answer that was asked for.
     aborted = any(sample.finished and sample.finished.reason == "abort" for sample in transcript.samples.values())
     return FAILURE if aborted else OK
+
+
+def _end_line(stream: GenerationStream, arguments: argparse.Namespace) -> None:
+    """End the line of an answer that was cut. Where none is on standard output, nothing is added to it."""
+    text_was_shown = any(sample.text for sample in stream.transcript.samples.values())
+    if text_was_shown and not arguments.json and (arguments.n or 1) == 1:
+        print(flush=True)
 
 
 def stats_line(done: Done) -> str:

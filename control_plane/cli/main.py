@@ -69,7 +69,7 @@ def usage() -> str:
         width = max(16, *(len(name) + 2 for name in commands))
         lines += [f"  {name:<{width}}{command.summary}" for name, command in commands.items()]
         lines.append("")
-    lines += [EXAMPLES, "", "`maniple COMMAND --help` says more about each."]
+    lines += [EXAMPLES, "", "`maniple COMMAND --help` says more about each, `maniple --version` which this is."]
     return "\n".join(lines)
 
 

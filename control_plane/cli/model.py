@@ -13,18 +13,17 @@ from control_plane.cli.announcements import display
 from control_plane.cli.command_name import command_name
 from control_plane.config import model_faults
 from control_plane.exit_codes import FAILURE, OK, USAGE
+from service_chassis.command_parser import CommandParser
 from service_chassis.errors import ConfigurationError, ManipleError
 from service_chassis.ids import Rank
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="maniple model",
         description="Fetch models ahead of time, and see what is in the cache (~/.cache/maniple, or MANIPLE_CACHE).",
         epilog="Examples:\n  maniple model fetch demo\n  maniple model fetch HuggingFaceTB/SmolLM2-135M-Instruct\n"
         "  maniple model fetch ./my-model.gguf      converts it once\n  maniple model list",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     verbs = made.add_subparsers(dest="verb", required=True, metavar="{fetch,list}")
     fetch = verbs.add_parser(
@@ -35,8 +34,6 @@ def parser() -> argparse.ArgumentParser:
         epilog="Examples:\n  maniple model fetch demo\n  maniple model fetch HuggingFaceTB/SmolLM2-135M-Instruct\n"
         "  maniple model fetch ./my-model.gguf\n  MANIPLE_CACHE=/models maniple model fetch demo\n"
         "  maniple model fetch Qwen/Qwen3-8B --to /models/qwen3-8b --revision main",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     fetch.add_argument("model", metavar="NAME", help="demo, a hub id, or a .gguf file")
     fetch.add_argument(
@@ -62,8 +59,6 @@ def parser() -> argparse.ArgumentParser:
         help="list the models in the cache",
         description="List the models in the cache: name, size, directory.",
         epilog="Examples:\n  maniple model list\n  MANIPLE_CACHE=/models maniple model list",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     return made
 

@@ -13,6 +13,7 @@ from control_plane.cli.config_flags import add_config_flags, flag_texts, print_f
 from control_plane.config import ControlPlaneConfig, count_gpus, gpu_is_present, load_config, resolve_auto
 from control_plane.doors import kserve_extra
 from control_plane.exit_codes import INTERRUPTED, USAGE
+from service_chassis.command_parser import CommandParser
 from service_chassis.errors import ConfigurationError
 from service_chassis.telemetry import LogFormat, configure_logging
 
@@ -30,13 +31,11 @@ Ctrl-C or SIGTERM drains: no new requests, the running ones may finish within --
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="maniple serve",
         usage="maniple serve [FLAGS]",
         description="Serve a model: control plane and workers on this machine.",
         epilog=f"{EPILOG}\n{kserve_extra.sentence()}\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_config_flags(made)
     add_announce_flag(made)

@@ -16,6 +16,7 @@ from control_plane.cli.number_flags import LONGEST_S, number
 from control_plane.exit_codes import FAILURE, INTERRUPTED, OK
 from maniple.v1 import admin_pb2
 from maniple_client import Client, ManipleError
+from service_chassis.command_parser import CommandParser
 from service_chassis.settings import at_least
 
 if TYPE_CHECKING:
@@ -23,14 +24,13 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="maniple status",
+        usage="maniple status [FLAGS]",
         description="Say what a server is doing: model, groups, epoch, step, requests, blocks, rates.",
         epilog="Exit code 0: the server accepts requests; 1: it does not, or only passes them on as a spare, or\n"
         "nobody answers.\n\n"
         "Examples:\n  maniple status\n  maniple status --watch\n  maniple status --json | jq .groups[0].step",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_server_flag(made)
     made.add_argument(

@@ -331,7 +331,7 @@ def test_model_fetch_says_why_the_hub_gave_nothing(tmp_path: Path) -> None:
     environ = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path), "MANIPLE_CACHE": str(tmp_path)}
     done = maniple("model", "fetch", "owner/name", **environ)
     assert done.returncode == 1
-    assert "owner/name: cannot be fetched from the hub" in done.stderr
+    assert "owner/name: is no directory or file here, and cannot be fetched from the hub" in done.stderr
 
 
 # From here on against a real server: control plane, scripted worker, the command people type.

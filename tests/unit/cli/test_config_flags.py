@@ -49,6 +49,15 @@ def test_faults_are_printed_under_the_flags_name(capsys: pytest.CaptureFixture[s
     assert "  --kv-cache-memory x: must be a size" in capsys.readouterr().err
 
 
+def test_fault_inside_of_a_value_is_printed_under_the_flag_too(capsys: pytest.CaptureFixture[str]) -> None:
+    print_faults(ConfigurationError([("model.speed", 'scripted:{"speed": 1}', "unknown")]), "maniple serve")
+    assert '  --model.speed scripted:{"speed": 1}: unknown' in capsys.readouterr().err
+
+
+def test_help_shows_defaults_as_they_are_typed(parser: argparse.ArgumentParser) -> None:
+    assert "(default RS256,ES256,EdDSA)" in " ".join(parser.format_help().split())
+
+
 def test_help_shows_no_empty_default(parser: argparse.ArgumentParser) -> None:
     shown = " ".join(parser.format_help().split())
     assert "(default )" not in shown
