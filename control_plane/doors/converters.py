@@ -161,10 +161,10 @@ def check_room(num_prompt_tokens: int, limits: EngineLimits) -> int:
         rule = f"must be shorter than max_model_len, {limits.max_model_len} tokens, to leave room for output"
         raise InvalidParameter("prompt", said, rule)
     capacity = (limits.num_blocks - 1) * limits.block_size  # block 0 is the null block
-    if num_prompt_tokens >= capacity:
+    if num_prompt_tokens > capacity:
         rule = f"needs more KV blocks than exist: {limits.num_blocks - 1} blocks hold {capacity} tokens"
         raise InvalidParameter("prompt", said, rule)
-    return min(limits.max_model_len, capacity) - num_prompt_tokens
+    return min(limits.max_model_len, capacity + 1) - num_prompt_tokens  # the last token is sampled and never computed
 
 
 def started_response(event: Started) -> GenerateResponse:

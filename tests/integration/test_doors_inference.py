@@ -327,12 +327,13 @@ async def test_bad_requests_are_invalid_argument_naming_the_field_and_the_server
 async def test_prompt_that_needs_more_blocks_than_exist_is_refused_and_the_next_works() -> None:
     limits = dataclasses.replace(SCRIPTED_LIMITS, num_blocks=4)  # three of four tokens, beside the null block
     async with open_doors(limits=limits) as doors:
-        error = await refused(doors.inference.Generate(GenerateRequest(token_ids=TokenIds(ids=[1] * 12))).read())
+        error = await refused(doors.inference.Generate(GenerateRequest(token_ids=TokenIds(ids=[1] * 13))).read())
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "3 blocks hold 12 tokens" in (error.details() or "")
         doors.engine.output = [1, 2, 3]
-        events = await ask(doors, GenerateRequest(token_ids=TokenIds(ids=[1] * 11)))
-        assert events[-2].finished.num_output_tokens == 1  # what is left of the blocks
+        for length, num_output_tokens in ((11, 2), (12, 1)):  # the last one is sampled and needs no place
+            events = await ask(doors, GenerateRequest(token_ids=TokenIds(ids=[1] * length)))
+            assert events[-2].finished.num_output_tokens == num_output_tokens
 
 
 async def test_reserved_features_are_refused_and_named() -> None:
