@@ -86,13 +86,14 @@ class AdminDoor(admin_pb2_grpc.AdminServiceServicer):
         task = self._carry_out(self._drain(deadline_s or None))
         while True:
             await asyncio.wait({task}, timeout=_DRAIN_REPORT_S)
+            is_over = task.done()  # it may end while a report is sent, and the last one must say so
             status = self._fleet.status()
             yield admin_pb2.DrainResponse(
                 num_running=status.num_running,
                 num_waiting=status.num_waiting,
-                num_aborted=task.result() if task.done() else 0,
+                num_aborted=task.result() if is_over else 0,
             )
-            if task.done():
+            if is_over:
                 return
 
     async def ResetPrefixCache(
