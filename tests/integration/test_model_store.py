@@ -293,7 +293,8 @@ def test_demo_that_pip_cannot_have_is_a_sentence(tmp_path: Path, monkeypatch: py
 def test_full_disk_is_said_without_the_files_of_pip() -> None:
     said = (
         "Collecting x\nERROR: Exception:\nTraceback (most recent call last):\n"
-        '  File "download.py", line 146, in __call__\n    with open(path)\nOSError: [Errno 28] No space left on device\n\n'
+        '  File "download.py", line 146, in __call__\n    with open(path)\n'
+        "OSError: [Errno 28] No space left on device\n\n"
     )
     assert last_words(said) == "ERROR: Exception: / OSError: [Errno 28] No space left on device"
     assert last_words("\n") == ""
