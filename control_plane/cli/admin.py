@@ -160,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit code 0: done; 1: the server refused, or nobody answers.\n\n"
         "Examples:\n  maniple admin pause --mode keep\n  maniple admin resume\n  maniple admin drain --deadline-s 60",
     )
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="{" + ",".join(_VERBS) + "}")
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB", prog="maniple admin")
     for name, (_, summary, description, examples) in _VERBS.items():
         verb = verbs.add_parser(
             name,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.cli import serve
+from control_plane.cli import admin, serve
 from control_plane.config import ControlPlaneConfig
 from service_chassis.command_parser import CommandParser
 from service_chassis.errors import ConfigurationError
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
         ("--port 8000", "what others call --port is --listen HOST:PORT here\n"),
         ("--zzz", "unrecognized arguments: --zzz\n"),
         ("more", "unrecognized arguments: more\n"),
-        ("--announce loud", "(choose from 'auto', 'plain', 'json')\n"),
+        ("--announce loud", "argument --announce: invalid choice: 'loud' (choose from "),
     ],
 )
 def test_unknown_flag_is_refused_with_the_one_it_resembles(
@@ -34,7 +34,19 @@ def test_unknown_flag_is_refused_with_the_one_it_resembles(
     with pytest.raises(SystemExit) as caught:
         serve.parser().parse_args(words.split())
     assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert said in error
+    assert ("perhaps" in error) == ("perhaps" in said)
+
+
+def test_verb_is_refused_under_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        admin.parser().parse_args(["update-weights"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == "maniple admin update-weights: error: the following arguments are required: PATH"
+    with pytest.raises(SystemExit):
+        admin.parser().parse_args(["pasue"])
+    assert "maniple admin: error: argument VERB: invalid choice: 'pasue' (choose from " in capsys.readouterr().err
 
 
 def test_flags_of_others_are_translated_only_where_there_is_such_a_flag() -> None:
