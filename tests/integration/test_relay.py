@@ -170,3 +170,30 @@ async def test_stream_that_a_spare_cannot_wait_for_ends_with_a_status_that_says_
             assert ended.value.code() is grpc.StatusCode.CANCELLED
             assert await spare.exit_code() == 0
         await all_free(owner)
+
+
+async def test_request_of_a_killed_spare_goes_on_where_it_may_wait_for_its_client(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), site(tmp_path) as one:
+        owner, spare, channel = await owner_and_spare(one)
+        asked = request("r", max_tokens=150)
+        asked.detach_grace_s = 20
+        token_ids: list[int] = []
+        async with channel, grpc.aio.insecure_channel(owner.address) as direct:
+            stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = aiter(stub.Generate(asked, timeout=40))
+            token = (await anext(call)).started.resume_token
+            token_ids += (await anext(call)).chunk.token_ids
+            spare.process.kill()
+
+            async def read_on() -> None:
+                async for event in call:
+                    token_ids.extend(event.chunk.token_ids)
+
+            with pytest.raises(grpc.aio.AioRpcError):
+                await read_on()
+            cursor = inference_pb2.ResumeRequest.Cursor(num_tokens=len(token_ids))
+            resume = inference_pb2.ResumeRequest(request_id="r", resume_token=token, cursors=[cursor])
+            at_owner: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(direct)
+            async for answer in at_owner.Resume(resume, timeout=40):
+                token_ids += answer.response.chunk.token_ids
+            assert token_ids == greedy(prompt_of(1), 150)
