@@ -39,6 +39,8 @@ class StepInput:
     # Where ``input_ids`` holds nothing yet, and the rows whose last sampled token belongs there: it is on the device.
     pending_places: Int64Array | None = None  # [num_pending]; None: all ids are there
     pending_rows: Int64Array | None = None  # [num_pending]
+    # Tokens whose hidden states are looked at, in order; None: all. Those of others may be anything.
+    wanted: Int64Array | None = None  # [num_wanted]
 
 
 @dataclass(slots=True)

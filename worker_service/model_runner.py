@@ -298,7 +298,8 @@ class TorchModelRunner:
             assert self._kv is not None
             with torch.inference_mode(), self._explaining("step"):
                 work = with_tries(work, self._batch)
-                hidden = self._forward(self._batch.prepare(work), self._kv)
+                step = replace(self._batch.prepare(work), wanted=self._outputs.wanted(work))
+                hidden = self._forward(step, self._kv)
                 sampling_ns = time.monotonic_ns()
                 said = self._outputs.take(work, hidden, self._group)
         return StepOutput(

@@ -111,13 +111,14 @@ class DecoderLayers:
         """Run all layers.
 
         Args:
-            residual: [num_tokens, size] float32, contiguous; becomes what leaves the last layer.
+            residual: [num_tokens, size] float32, contiguous; becomes what leaves the last layer, in the rows that the
+                plan wants.
             positions: [num_tokens] int64.
             slots: [num_tokens] int64, where each token's keys and values go.
             kv: key and value cache of each layer, as in ``paged_attention``; written.
             plan: of this step.
         """
-        from maniple_kernels.cpu.decoder_layer import run_layer
+        from maniple_kernels.cpu.decoder_layer import run_last_layer, run_layer
         from maniple_kernels.cpu.quantized_layer import run_quantized_layer
         from maniple_kernels.cpu.simd import flat
         from maniple_kernels.cpu.threads import use_threads
@@ -130,27 +131,18 @@ class DecoderLayers:
         sizes = shape.num_kv_heads, group, shape.head_dim, kv[0][0].shape[3], width
         stream, tokens = flat(residual), (positions.numpy(), slots.numpy())
         num_threads = use_threads(num_tokens * shape.size * (width + 3 * shape.inner_size))
-        for (products, norms, numbers), cache in zip(self._weights, self._caches, strict=True):
-            arguments = (
-                stream,
-                num_tokens,
-                shape.size,
-                products,
-                norms,
-                self._buffers,
-                self._cos_sin,
-                tokens,
-                cache,
-                plan.block_tables,
-                plan.tiles,
-                sizes,
-                numbers,
-                num_threads,
-            )
+        for index, ((products, norms, numbers), cache) in enumerate(zip(self._weights, self._caches, strict=True)):
+            given: list[Any] = [stream, num_tokens, shape.size, products, norms, self._buffers, self._cos_sin, tokens]
+            given += cache, plan.block_tables
             if self._is_quantized:
-                run_quantized_layer(*arguments)
+                given += plan.tiles, sizes, numbers, num_threads
+                run_quantized_layer(*given)
+            elif plan.wanted is None or index + 1 < len(self._weights):
+                given += plan.tiles, sizes, numbers, num_threads
+                run_layer(*given)
             else:
-                run_layer(*arguments)
+                given += plan.wanted_tiles(), sizes, numbers, plan.wanted, num_threads
+                run_last_layer(*given)
 
     def _make_room(self, num_tokens: int, width: int) -> None:
         if num_tokens <= self._num_tokens:

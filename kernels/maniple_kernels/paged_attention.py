@@ -40,6 +40,17 @@ class AttentionPlan:
     seq_lens: npt.NDArray[np.int32]  # [num_reqs], the tokens of this step included
     tiles: npt.NDArray[np.int64]  # [num_tiles, 4]: request, first token, tokens, position of the first
     num_pairs: int  # of a query and a key, about
+    # Tokens whose hidden states are looked at after the last layer, [num_wanted], in order; None: all.
+    wanted: npt.NDArray[np.int64] | None = None
+
+    def wanted_tiles(self) -> npt.NDArray[np.int64]:
+        """Return ``tiles`` of the wanted tokens alone, each in one of its own."""
+        assert self.wanted is not None
+        request = np.searchsorted(self.query_start_loc, self.wanted, side="right") - 1
+        behind = self.query_start_loc[1:][request] - self.wanted  # tokens from it on
+        tiles = np.empty((len(self.wanted), 4), np.int64)
+        tiles[:, 0], tiles[:, 1], tiles[:, 2], tiles[:, 3] = request, self.wanted, 1, self.seq_lens[request] - behind
+        return tiles
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor, kv: tuple[Tensor, Tensor]) -> None:
         """As ``store_kv``."""
@@ -64,6 +75,7 @@ def plan_attention(
     query_start_loc: npt.NDArray[np.int32],
     seq_lens: npt.NDArray[np.int32],
     num_threads: int,
+    wanted: npt.NDArray[np.int64] | None = None,
 ) -> AttentionPlan:
     """Cut the step into tiles, dealt out so that contiguous shares of them take the threads equally long."""
     counts = np.diff(query_start_loc).astype(np.int64)
@@ -87,6 +99,7 @@ def plan_attention(
         seq_lens=seq_lens,
         tiles=tiles,
         num_pairs=int(costs.sum()),
+        wanted=wanted,
     )
 
 

@@ -24,4 +24,6 @@ class CpuAttention:
             )
 
     def begin(self, step: StepInput, tensors: StepTensors | None) -> AttentionPlan:
-        return plan_attention(step.block_tables, step.query_start_loc, step.seq_lens, torch.get_num_threads())
+        return plan_attention(
+            step.block_tables, step.query_start_loc, step.seq_lens, torch.get_num_threads(), step.wanted
+        )

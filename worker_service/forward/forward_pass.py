@@ -27,7 +27,10 @@ class ForwardPass:
         self._arrays = arrays
 
     def __call__(self, step: StepInput, kv: KvCache) -> Tensor:
-        """Return the hidden state of every token of the step, [num_tokens, hidden_size]; valid until the next step."""
+        """Return the hidden states of the step's tokens, [num_tokens, hidden_size]; valid until the next step.
+
+        Those that the step does not want may be anything.
+        """
         if self.graphs is not None:
             size = self.graphs.sizes.dispatch(len(step.seq_lens), len(step.input_ids)).size
             if size is not None:
@@ -46,13 +49,15 @@ class ForwardPass:
 
 
 def dummy_step(counts: Sequence[int], block_size: int) -> StepInput:
-    """Return a step of fresh requests with so many tokens each, all in the null block."""
+    """Return a step of fresh requests with so many tokens each, all in the null block; the last of each is wanted."""
     num_tokens = sum(counts)
+    ends = np.cumsum(counts)
     return StepInput(
         input_ids=np.zeros(num_tokens, np.int32),
         positions=np.concatenate([np.arange(count) for count in counts]),
         slot_mapping=np.zeros(num_tokens, np.int64),
-        query_start_loc=np.cumsum([0, *counts]).astype(np.int32),
+        query_start_loc=np.append(0, ends).astype(np.int32),
         seq_lens=np.array(counts, np.int32),
         block_tables=np.zeros((len(counts), -(-max(counts) // block_size)), np.int32),
+        wanted=ends - 1 if num_tokens > len(counts) else None,
     )

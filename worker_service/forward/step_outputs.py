@@ -30,6 +30,12 @@ from worker_service.step_work import NOT_SAMPLED, RAW_LOGITS, Float32Array, Int3
 NOTHING_SAMPLED = np.zeros(0, np.int32)
 
 
+def _sampled_tokens(work: StepWork) -> Int64Array:
+    """Return the last token of each row that samples, by its place in the step."""
+    tokens: Int64Array = np.cumsum(work.num_scheduled_tokens, dtype=np.int64)[work.samples] - 1
+    return tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """What one step says, in the terms of ``StepOutput``."""
@@ -61,6 +67,15 @@ class StepOutputs:
         self._pooler.clear()
         self._masked.clear()
 
+    def wanted(self, work: StepWork) -> Int64Array | None:
+        """Return the tokens of a step whose hidden states are looked at, in order; None: all may be."""
+        if work.speculation is not None or self._pooler.has_rows(work):
+            return None
+        if any(asked.num_prompt is not None for asked in self._batch.sampling.logprobs.values()):
+            return None
+        tokens = _sampled_tokens(work)
+        return tokens if len(tokens) < work.num_scheduled_tokens.sum() else None
+
     def take(self, work: StepWork, hidden: Tensor, group: ProcessGroup) -> Said:
         """Sample, report and pool; append what was sampled to the batch. All ranks of ``group`` call it."""
         vectors = self._pool(work, hidden) if group.rank == OUTPUT_RANK else ()
@@ -74,8 +89,7 @@ class StepOutputs:
             agreed = self._agree_on_tries(work, hidden, telling, prompts, group)
             return Said(agreed.token_ids, agreed.logprobs, vectors, agreed.num_tokens)
         if len(hidden) > len(rows):
-            last = np.cumsum(work.num_scheduled_tokens)[work.samples] - 1
-            hidden = hidden[torch.from_numpy(last).to(self._device)]
+            hidden = hidden[torch.from_numpy(_sampled_tokens(work)).to(self._device)]
         logits = self.compute_logits(hidden) if len(rows) else None
         sampled, logprobs = self._agree(logits, work, telling, prompts, group)
         self._masked.follow(rows, sampled)
@@ -107,8 +121,7 @@ class StepOutputs:
         if len(rows) == 0:
             return NothingSampled(Landing(hidden[:1, 0]).wait)
         if len(hidden) > len(rows):
-            last = np.cumsum(work.num_scheduled_tokens)[work.samples] - 1
-            hidden = hidden[to_device(last, self._device)]
+            hidden = hidden[to_device(_sampled_tokens(work), self._device)]
         logits = self.compute_logits(hidden)
         assert logits is not None
         return self.sampler.launch(logits, rows)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -129,6 +132,7 @@ def test_decoder_layer_is_its_operations(dtype: torch.dtype, window: int, norms_
         rows = torch.repeat_interleave(torch.arange(len(requests)), torch.tensor([count for _, count in requests]))
         blocks = torch.from_numpy(plan.block_tables)[rows, positions // 16].long()
         keys, values = torch.randn(num_blocks, 3, 32, 16).to(dtype), torch.randn(num_blocks, 3, 16, 32).to(dtype)
+        old_keys, old_values = keys.clone(), values.clone()
         x = torch.randn(num_tokens, 64)
         query, key, value = layer_reference(x, layer, plain, shape, cos_sin, positions)
         wide_keys, wide_values = keys.float(), values.float()
@@ -143,11 +147,22 @@ def test_decoder_layer_is_its_operations(dtype: torch.dtype, window: int, norms_
         residual, kv = x.clone(), [(keys, values)]
         runner = DecoderLayers([layer], shape, cos_sin)
         assert runner.fits(kv)
-        runner.run(residual, positions, blocks * 16 + positions % 16, kv, plan)
+        slots = blocks * 16 + positions % 16
+        runner.run(residual, positions, slots, kv, plan)
         tolerance = 1e-4 if dtype is torch.float32 else 3e-2
         torch.testing.assert_close(residual, expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(keys.float(), wide_keys, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(values.float(), wide_values, rtol=tolerance, atol=tolerance)
+
+        # Where some tokens alone are looked at, these have the same bits, and so have all keys and values.
+        for wanted in (plan.query_start_loc[1:] - 1, np.arange(0, num_tokens, 3), np.arange(0)):
+            some, cache = x.clone(), (old_keys.clone(), old_values.clone())
+            runner.run(some, positions, slots, [cache], replace(plan, wanted=wanted.astype(np.int64)))
+            left = np.setdiff1d(np.arange(num_tokens), wanted)
+            assert torch.equal(some[wanted], residual[wanted])
+            assert torch.equal(some[left], x[left])
+            assert torch.equal(cache[0], keys)
+            assert torch.equal(cache[1], values)
 
 
 def test_decoder_layers_let_a_cache_go_with_its_owner() -> None:
