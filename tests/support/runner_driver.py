@@ -14,7 +14,17 @@ from worker_service.model_runner import TorchModelRunner
 from worker_service.process_group import ProcessGroup
 from worker_service.runner import LoadOptions
 from worker_service.sleep.choose import SleepOptions
-from worker_service.step_work import FinishedRow, Mode, NewRow, RowSampling, StepOutput, StepWork, TableChange, TableOp
+from worker_service.step_work import (
+    FinishedRow,
+    Mode,
+    NewRow,
+    Pooling,
+    RowSampling,
+    StepOutput,
+    StepWork,
+    TableChange,
+    TableOp,
+)
 
 NUM_BLOCKS = 200
 
@@ -72,7 +82,9 @@ class RunnerDriver:
 
         outputs.compute_logits = remember  # type: ignore[method-assign]
 
-    def enter(self, row: int, prompt: Sequence[int], sampling: RowSampling | None = None) -> NewRow:
+    def enter(
+        self, row: int, prompt: Sequence[int], sampling: RowSampling | None = None, pooling: Pooling | None = None
+    ) -> NewRow:
         self.rows[row] = Row(prompt)
         return NewRow(
             req_index=row,
@@ -84,6 +96,7 @@ class RunnerDriver:
             num_computed_tokens=0,
             num_prefill_tokens=len(prompt),
             sampling=sampling or RowSampling(),
+            pooling=pooling,
         )
 
     def step(
@@ -93,8 +106,9 @@ class RunnerDriver:
         new: Sequence[NewRow] = (),
         preempted: Sequence[int] = (),
         finished: Sequence[int] = (),
+        pooled: Sequence[int] = (),
     ) -> dict[int, int]:
-        """Run one step: row -> tokens; return the sampled token of each row that sampled."""
+        """Run one step: row -> tokens; return the sampled token of each row that sampled. ``pooled`` end with it."""
         self._step += 1
         ended = tuple(FinishedRow(row, 1, len(self.rows[row].tokens)) for row in finished)
         for row in (*preempted, *finished):
@@ -113,7 +127,8 @@ class RunnerDriver:
                 op = TableOp.APPEND if state.blocks else TableOp.REPLACE
                 changes.append(TableChange(row, 0, op, tuple(blocks)))
                 state.blocks += blocks
-        self._samples = [row for row in order if self.rows[row].num_computed == len(self.rows[row].tokens)]
+        ends = [row for row in order if self.rows[row].num_computed == len(self.rows[row].tokens)]
+        self._samples = [row for row in ends if row not in pooled]
         work = StepWork(
             step=self._step,
             mode=Mode.RUN,
@@ -125,6 +140,7 @@ class RunnerDriver:
             num_computed_tokens=np.array(computed, np.int32),
             num_scheduled_tokens=np.array([scheduled[row] for row in order], np.int32),
             samples=np.array([row in self._samples for row in order], np.bool_),
+            pooled=tuple(pooled),
         )
         self.runner.apply(work)
         outcome = self.runner.execute(work)
