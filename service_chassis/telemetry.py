@@ -1,11 +1,14 @@
 """Log to standard error: JSON on a pipe, colours on a terminal; the standard library's loggers speak the same form.
 
+Nobody waits for whoever reads it: what finds no room is dropped and counted (``lossy_stream``).
+
 Events are literals of the form ``noun.past_verb``, facts are keys. Prompts and outputs are never logged: no caller
 passes them, and tracebacks are rendered without local variables.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -13,6 +16,8 @@ from typing import Literal, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor
+
+from service_chassis.lossy_stream import LossyStream
 
 LogFormat = Literal["auto", "json", "console"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -54,7 +59,7 @@ def configure_logging(
         foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(LossyStream(stream, _console_notice if console else _json_notice))
     handler.setFormatter(formatter)
     number = logging.getLevelNamesMapping()[level.upper()]
     root = logging.getLogger()
@@ -72,6 +77,14 @@ def configure_logging(
         logger_factory=lambda *args: logging.getLogger(args[0] if args else "maniple"),
         cache_logger_on_first_use=False,
     )
+
+
+def _json_notice(num_lines: int) -> str:
+    return json.dumps({"level": "warning", "num_lines": num_lines, "event": "log.lines_dropped"})
+
+
+def _console_notice(num_lines: int) -> str:
+    return f"({num_lines} lines were dropped here: nobody read them)"
 
 
 def _bounded(logger: object, method: str, event: EventDict) -> EventDict:

@@ -13,10 +13,13 @@ from control_plane.announcement import Announcement, Lost, OpenAiReady, Ready, S
 from control_plane.cli.command_name import command_name
 from maniple_client.channel import DEFAULT_ADDRESS
 from service_chassis.ids import Rank
+from service_chassis.lossy_stream import LossyStream
 from service_chassis.server_address import local_target
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+_WAIT_S = 1.0  # for a program that reads slowly, at what it must not miss
 
 _KINDS: dict[str, Callable[..., Announcement]] = {
     "stage": StageProgress,
@@ -101,7 +104,7 @@ class JsonLines:
     """For programs: every announcement, one line each."""
 
     def __init__(self, out: TextIO) -> None:
-        self._out = out
+        self._out = LossyStream(out, lambda num_lines: json.dumps({"event": "dropped", "num_lines": num_lines}))
 
     def __enter__(self) -> Self:
         return self
@@ -110,14 +113,15 @@ class JsonLines:
         return None
 
     def __call__(self, announcement: Announcement) -> None:
-        print(to_json(announcement), file=self._out, flush=True)
+        wait_s = 0.0 if isinstance(announcement, StageProgress) else _WAIT_S
+        self._out.write(to_json(announcement) + "\n", wait_s)
 
 
 class PlainLines:
     """For logs and pipes: one line when a stage begins, not one for each percent."""
 
     def __init__(self, out: TextIO) -> None:
-        self._out = out
+        self._out = LossyStream(out, lambda num_lines: f"({num_lines} lines were dropped here: nobody read them)")
         self._said: set[tuple[str, Rank, str]] = set()
 
     def __enter__(self) -> Self:
@@ -142,7 +146,7 @@ class PlainLines:
                 self._print(stopping_line(announcement))
 
     def _print(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        self._out.write(line + "\n", _WAIT_S)
 
 
 class Bars:
@@ -217,6 +221,9 @@ class CurrentStderr:
 
     def flush(self) -> None:
         sys.stderr.flush()
+
+    def fileno(self) -> int:
+        return sys.stderr.fileno()
 
     def isatty(self) -> bool:
         return sys.stderr.isatty()
