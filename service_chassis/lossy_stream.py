@@ -1,4 +1,4 @@
-"""Write lines for somebody who may stop reading them: what finds no room is dropped and counted, and nobody waits for it.
+"""Write lines for somebody who may stop reading them: what finds no room is dropped and counted, and nobody waits.
 
 A pipe has room for some lines. Once it is full a plain write waits for its reader: a server would stand still, its
 event loop with it, because of whoever collects its log.
