@@ -29,15 +29,19 @@ Part = tuple[Any, tuple[Any, ...]]  # a function, and arguments of the types tha
 
 
 def attention_parts(name: str) -> list[Part]:
-    """Return the attention of a layer whose weights are of the type."""
-    from maniple_kernels.cpu.decoder_layer import _place_and_attend
+    """Return what attends in layers whose weights are of the type."""
+    from maniple_kernels.cpu.decode_layers import run_decode_layers
     from maniple_kernels.cpu.paged_attention import attend_tiles
 
     own, wide, places = np.zeros(1, _TYPES[name][1]), np.zeros(1, np.float32), np.zeros(1, np.int64)
     tables, tiles = np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int64)
     attending = wide, own, own, tables, tiles, (1, 1, 1, 1, 1), np.float32(1), 0, own
-    placing = (own, own), np.float32(1), wide, places, places
-    return [(attend_tiles, (*attending, 1)), (_place_and_attend, (*attending, *placing, 1))]
+    memory, number = np.zeros((1, 14, 2), np.int64), np.float32(1)
+    decoding = wide, 1, 1, memory, places, (wide, wide, wide, own, own), wide, (places, places), tables, tiles
+    return [
+        (attend_tiles, (*attending, 1)),
+        (run_decode_layers, (*decoding, (1, 1, 1, 1, 1), number, number, 1)),
+    ]
 
 
 def other_parts(name: str) -> list[Part]:
@@ -53,10 +57,10 @@ def other_parts(name: str) -> list[Part]:
     number, norms, shape = np.float32(1), (own, own), (1, 1, 1, 1, 1)
     return [
         (decoder_layer._norm_many, (wide, 1, 1, own, number, own, 1)),
-        (decoder_layer._project, (wide, 1, 1, own, number, own, own, own, wide, 1, 1)),
+        (decoder_layer._project, (own, 1, 1, own, own, wide, 1, 1)),
         (decoder_layer._place_many, (wide, 1, shape, norms, number, wide, places, places, own, own, 1)),
         (decoder_layer._add_product, (own, 1, 1, own, own, wide, 1, 1)),
-        (decoder_layer._gate_product, (wide, 1, 1, own, number, own, own, own, 1, own, 1)),
+        (decoder_layer._gate_product, (own, 1, 1, own, own, 1, own, 1)),
         (normalize_rows, (wide, 1, 1, own, number, own)),
         (multiply_rows, (own, 1, 1, own, wide, wide, 1)),
         (draw_rows, rows),

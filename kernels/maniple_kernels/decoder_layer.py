@@ -24,6 +24,8 @@ from maniple_kernels.linear import PANEL
 from maniple_kernels.paged_attention import LOG2_E, AttentionPlan
 from maniple_kernels.quantized_linear import GroupedWeights, arrays_of
 
+_FEW_TOKENS = 32  # of decoding requests, for which no thread waits
+
 Arrays = tuple[Any, ...]
 LinearWeights = tuple[Tensor | GroupedWeights, Tensor | None]
 """Weights and bias, if there is one: of the type of the norms with panels, else float32."""
@@ -62,6 +64,10 @@ class LayerShape:
         return self.head_dim % 2 == 0 and half % 16 == 0 and self.size % PANEL == 0 and self.inner_size % PANEL == 0
 
 
+def _memory_of(array: Any) -> tuple[int, int]:
+    return array.ctypes.data, array.size
+
+
 class DecoderLayers:
     """All layers of one model, their weights as the kernel takes them. For one thread."""
 
@@ -90,6 +96,14 @@ class DecoderLayers:
             arrays = tuple(flat(norm) for norm in norms) + (nothing,) * (4 - len(norms))
             numbers = np.float32(shape.eps), np.float32(shape.scale * LOG2_E), layer.window
             self._weights.append((sum(products, ()), arrays, numbers))
+        self._windows = np.array([layer.window for layer in layers], np.int64)
+        # Address and number of elements of each layer's arrays: its weights as they follow, then keys and values.
+        self._memory = np.zeros((len(layers), 14, 2), np.int64)
+        if not self._is_quantized:
+            for places, (weights, norms, _) in zip(self._memory, self._weights, strict=True):
+                places[:12] = [_memory_of(array) for array in (*weights, *norms)]
+        self._few_buffers: Arrays = ()
+        self._num_few = 0  # tokens that they have room for
         self._buffers: Arrays = ()
         self._num_tokens = 0  # that the buffers have room for
         self._caches: list[Arrays] = []
@@ -118,6 +132,7 @@ class DecoderLayers:
             kv: key and value cache of each layer, as in ``paged_attention``; written.
             plan: of this step.
         """
+        from maniple_kernels.cpu.decode_layers import run_decode_layers
         from maniple_kernels.cpu.decoder_layer import run_last_layer, run_layer
         from maniple_kernels.cpu.quantized_layer import run_quantized_layer
         from maniple_kernels.cpu.simd import flat
@@ -126,11 +141,30 @@ class DecoderLayers:
         shape = self._shape
         num_tokens, group = len(residual), shape.num_heads // shape.num_kv_heads
         width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        self._make_room(num_tokens, width)
         self._look_at(kv)
         sizes = shape.num_kv_heads, group, shape.head_dim, kv[0][0].shape[3], width
         stream, tokens = flat(residual), (positions.numpy(), slots.numpy())
         num_threads = use_threads(num_tokens * shape.size * (width + 3 * shape.inner_size))
+        if num_tokens == len(plan.tiles) and num_tokens <= _FEW_TOKENS and not self._is_quantized:
+            self._make_room_for_few(num_tokens, width)
+            run_decode_layers(
+                stream,
+                num_tokens,
+                shape.size,
+                self._memory,
+                self._windows,
+                self._few_buffers,
+                self._cos_sin,
+                tokens,
+                plan.block_tables,
+                plan.tiles,
+                sizes,
+                np.float32(shape.eps),
+                np.float32(shape.scale * LOG2_E),
+                num_threads,
+            )
+            return
+        self._make_room(num_tokens, width)
         for index, ((products, norms, numbers), cache) in enumerate(zip(self._weights, self._caches, strict=True)):
             given: list[Any] = [stream, num_tokens, shape.size, products, norms, self._buffers, self._cos_sin, tokens]
             given += cache, plan.block_tables
@@ -143,6 +177,24 @@ class DecoderLayers:
             else:
                 given += plan.wanted_tiles(), sizes, numbers, plan.wanted, num_threads
                 run_last_layer(*given)
+
+    def _make_room_for_few(self, num_tokens: int, width: int) -> None:
+        """Have buffers in which no place is used twice in a step."""
+        if num_tokens <= self._num_few:
+            return
+        from maniple_kernels.cpu.simd import flat
+
+        shape, num_layers = self._shape, len(self._weights)
+        in_layers = num_layers * num_tokens
+        attended_size = shape.num_heads * shape.head_dim
+        self._few_buffers = (
+            flat(torch.empty((num_layers + 1) * num_tokens * shape.size)),
+            flat(torch.empty(in_layers * width)),
+            flat(torch.empty(in_layers * shape.size)),
+            flat(torch.empty(in_layers * attended_size, dtype=self._dtype)),
+            flat(torch.empty(in_layers * shape.inner_size, dtype=self._dtype)),
+        )
+        self._num_few = num_tokens
 
     def _make_room(self, num_tokens: int, width: int) -> None:
         if num_tokens <= self._num_tokens:
@@ -170,5 +222,6 @@ class DecoderLayers:
         from maniple_kernels.cpu.simd import flat
 
         self._caches = [(flat(keys), flat(values)) for keys, values in kv]
+        self._memory[:, 12:] = [[_memory_of(array) for array in cache] for cache in self._caches]
         caches = self._caches
         self._seen = weakref.ref(first, lambda _: caches.clear())

@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 
 from maniple_kernels.cpu.simd import _element
 
-_LINE = 8  # counts in a cache line
+LINE = 8  # counts in a cache line
 _I64 = ir.IntType(64)
 
 
@@ -49,8 +49,8 @@ def nothing_taken(num_threads):
 
     ``num_threads`` are those of ``use_threads``; asked inside, numba would not keep what it compiled.
     """
-    taken = np.empty(num_threads * _LINE, np.int64)
-    for i in range(0, len(taken), _LINE):
+    taken = np.empty(num_threads * LINE, np.int64)
+    for i in range(0, len(taken), LINE):
         taken[i] = 0
     return taken
 
@@ -67,10 +67,10 @@ def claim(taken, num_items, thread, helped):
     Returns:
         (item, parts found taken), both int64; ``num_items`` when all are taken.
     """
-    num_threads = np.int64(len(taken) // _LINE)
+    num_threads = np.int64(len(taken) // LINE)
     while helped < num_threads:
         part = (np.int64(thread) + helped) % num_threads
-        item = num_items * part // num_threads + _count_up(taken, part * _LINE)
+        item = num_items * part // num_threads + _count_up(taken, part * LINE)
         if item < num_items * (part + 1) // num_threads:
             return item, helped
         helped += 1

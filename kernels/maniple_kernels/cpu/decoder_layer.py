@@ -13,15 +13,13 @@ from numba import njit, prange
 
 from maniple_kernels.cpu.claims import claim, nothing_taken
 from maniple_kernels.cpu.linear import ROWS
-from maniple_kernels.cpu.paged_attention import attend, attend_tiles
+from maniple_kernels.cpu.paged_attention import attend_tiles
 from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
 from maniple_kernels.cpu.rms_norm import _normalize
 from maniple_kernels.cpu.silu_mul import gate
 from maniple_kernels.cpu.simd import LANES, add, load, mul, store, sub
 
 _FEW_TOKENS = 4  # at a time, of norms and angles: one is not worth a claim
-# Whose norms each thread makes for itself, which takes less time than to wait until others have made theirs.
-_MOST_OWN_TOKENS = 32
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -36,40 +34,47 @@ def _rotate(x, start, half, cos_sin, angle):
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _place_head(qkv, token, head, shape, norms, eps, cos_sin, position, slot, keys, values, rounded):
-    """Norm and rotate what a token has of one KV head, queries and keys, and put keys and values into their slot."""
-    num_kv_heads, group, dim, block_size, width = shape
+def _place_head(
+    heads, queries, key, value, head, shape, norms, eps, cos_sin, position, slot, keys, values, rounded
+):  # fmt: skip
+    """Norm and rotate what a token has of one KV head, queries and key, and put key and value into their slot.
+
+    Its queries, its key and its value begin at these places of ``heads``.
+    """
+    num_kv_heads, group, dim, block_size, _ = shape
     q_norm, k_norm = norms
-    queries = token * width + head * group * dim
-    key = token * width + (num_kv_heads * group + head) * dim
-    value = key + num_kv_heads * dim
     for at in range(queries, queries + group * dim, dim):
         if len(q_norm):
-            _normalize(qkv, at, dim, q_norm, eps, qkv, at)
-        _rotate(qkv, at, dim // 2, cos_sin, position * dim)
+            _normalize(heads, at, dim, q_norm, eps, heads, at)
+        _rotate(heads, at, dim // 2, cos_sin, position * dim)
     if len(k_norm):
-        _normalize(qkv, key, dim, k_norm, eps, qkv, key)
-    _rotate(qkv, key, dim // 2, cos_sin, position * dim)
+        _normalize(heads, key, dim, k_norm, eps, heads, key)
+    _rotate(heads, key, dim // 2, cos_sin, position * dim)
     block, offset = slot // block_size, slot % block_size
     base = (block * num_kv_heads + head) * dim * block_size
     for i in range(0, dim, LANES):
-        store(values, base + offset * dim + i, load(qkv, value + i))
-        store(rounded, 0, load(qkv, key + i))
+        store(values, base + offset * dim + i, load(heads, value + i))
+        store(rounded, 0, load(heads, key + i))
         for lane in range(LANES):
             keys[base + (i + lane) * block_size + offset] = rounded[lane]
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, values, rounded):
-    """As ``_place_head``, of all heads."""
-    for head in range(shape[0]):
-        _place_head(qkv, token, head, shape, norms, eps, cos_sin, position, slot, keys, values, rounded)
+    """As ``_place_head``, of all heads of a token."""
+    num_kv_heads, group, dim, _, width = shape
+    for head in range(num_kv_heads):
+        queries = token * width + head * group * dim
+        key = token * width + (num_kv_heads * group + head) * dim
+        value = key + num_kv_heads * dim
+        _place_head(
+            qkv, queries, key, value, head, shape, norms, eps, cos_sin, position, slot, keys, values, rounded
+        )  # fmt: skip
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _add_panel(x, num_rows, num_inputs, panels, bias, panel, residual, width):
-    """Add a panel of products to the residual stream."""
-    sums = np.empty(ROWS * PANEL, np.float32)
+def _add_panel(x, num_rows, num_inputs, panels, bias, panel, sums, before, after, width):
+    """Write the residual stream ``before`` with a panel of products added, to the same place of ``after``."""
     for first in range(0, num_rows, ROWS):
         count = min(ROWS, num_rows - first)
         multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL, True)
@@ -79,13 +84,12 @@ def _add_panel(x, num_rows, num_inputs, panels, bias, panel, residual, width):
                 if len(bias):
                     value = add(value, load(bias, panel * PANEL + i))
                 at = (first + row) * width + panel * PANEL + i
-                store(residual, at, add(load(residual, at), value))
+                store(after, at, add(load(before, at), value))
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, inner):
+def _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, gates, ups, inner):
     """Write silu(gate) * up for a panel of gates and the panel of ups that belongs to it."""
-    gates, ups = np.empty(ROWS * PANEL, np.float32), np.empty(ROWS * PANEL, np.float32)
     width = num_panels * PANEL
     for first in range(0, num_rows, ROWS):
         count = min(ROWS, num_rows - first)
@@ -103,17 +107,6 @@ def _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, inner)
 # The parts below are functions of their own, so that what runs twice in a layer is compiled once.
 
 
-@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _norm_few(residual, num_tokens, size, norm, eps, normed):
-    """Return what a thread of a loop over panels multiplies: ``normed``, or what it makes of few tokens by itself."""
-    if num_tokens > _MOST_OWN_TOKENS:
-        return normed
-    own = np.empty(num_tokens * size, norm.dtype)
-    for token in range(num_tokens):
-        _normalize(residual, token * size, size, norm, eps, own, token * size)
-    return own
-
-
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _norm_many(residual, num_tokens, size, norm, eps, normed, num_threads):
     taken, num_items = nothing_taken(num_threads), (num_tokens + _FEW_TOKENS - 1) // _FEW_TOKENS
@@ -126,10 +119,9 @@ def _norm_many(residual, num_tokens, size, norm, eps, normed, num_threads):
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _project(residual, num_tokens, size, norm, eps, normed, panels, bias, qkv, width, num_threads):
+def _project(x, num_tokens, size, panels, bias, qkv, width, num_threads):
     taken, num_panels = nothing_taken(num_threads), width // PANEL
     for thread in prange(num_threads):
-        x = _norm_few(residual, num_tokens, size, norm, eps, normed)
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:
             multiply_panel(x, 0, num_tokens, size, panels, panel, qkv, panel * PANEL, width, True)
@@ -154,41 +146,24 @@ def _place_many(qkv, num_tokens, shape, norms, eps, cos_sin, positions, slots, k
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _place_and_attend(
-    qkv, keys, values, tables, tiles, shape, scale, window, attended, norms, eps, cos_sin, positions, slots, num_threads
-):
-    """As both, for tiles of one token: nobody else waits for its keys."""
-    num_kv_heads = shape[0]
-    taken, num_items = nothing_taken(num_threads), len(tiles) * num_kv_heads
-    for thread in prange(num_threads):
-        rounded = np.empty(LANES, keys.dtype)
-        item, helped = claim(taken, num_items, thread, 0)
-        while item < num_items:
-            request, token, count, position = tiles[item // num_kv_heads]
-            head, slot = item % num_kv_heads, slots[token]
-            _place_head(qkv, token, head, shape, norms, eps, cos_sin, positions[token], slot, keys, values, rounded)
-            attend(qkv, keys, values, tables[request], token, count, position, head, shape, scale, window, attended)
-            item, helped = claim(taken, num_items, thread, helped)
-
-
-@njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _add_product(x, num_rows, num_inputs, panels, bias, residual, size, num_threads):
     taken, num_panels = nothing_taken(num_threads), size // PANEL
     for thread in prange(num_threads):
+        sums = np.empty(ROWS * PANEL, np.float32)
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:
-            _add_panel(x, num_rows, num_inputs, panels, bias, panel, residual, size)
+            _add_panel(x, num_rows, num_inputs, panels, bias, panel, sums, residual, residual, size)
             panel, helped = claim(taken, num_panels, thread, helped)
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _gate_product(residual, num_tokens, size, norm, eps, normed, panels, bias, num_panels, inner, num_threads):
+def _gate_product(x, num_tokens, size, panels, bias, num_panels, inner, num_threads):
     taken = nothing_taken(num_threads)
     for thread in prange(num_threads):
-        x = _norm_few(residual, num_tokens, size, norm, eps, normed)
+        gates, ups = np.empty(ROWS * PANEL, np.float32), np.empty(ROWS * PANEL, np.float32)
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:
-            _gate_panel(x, num_tokens, size, panels, bias, panel, num_panels, inner)
+            _gate_panel(x, num_tokens, size, panels, bias, panel, num_panels, gates, ups, inner)
             panel, helped = claim(taken, num_panels, thread, helped)
 
 
@@ -205,17 +180,10 @@ def _attend(
     keys, values = cache
     eps, scale, window = numbers
     width = shape[4]
-    if num_tokens > _MOST_OWN_TOKENS:
-        _norm_many(residual, num_tokens, size, attention_norm, eps, normed, num_threads)
-    _project(residual, num_tokens, size, attention_norm, eps, normed, qkv_panels, qkv_bias, qkv, width, num_threads)
-    if len(tiles) == num_tokens:
-        _place_and_attend(
-            qkv, keys, values, tables, tiles, shape, scale, window, attended, (q_norm, k_norm), eps, cos_sin,
-            positions, slots, num_threads,
-        )  # fmt: skip
-    else:
-        _place_many(qkv, num_tokens, shape, (q_norm, k_norm), eps, cos_sin, positions, slots, keys, values, num_threads)
-        attend_tiles(qkv, keys, values, tables, tiles, shape, scale, window, attended, num_threads)
+    _norm_many(residual, num_tokens, size, attention_norm, eps, normed, num_threads)
+    _project(normed, num_tokens, size, qkv_panels, qkv_bias, qkv, width, num_threads)
+    _place_many(qkv, num_tokens, shape, (q_norm, k_norm), eps, cos_sin, positions, slots, keys, values, num_threads)
+    attend_tiles(qkv, keys, values, tables, tiles, shape, scale, window, attended, num_threads)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -227,12 +195,8 @@ def _finish(residual, num_tokens, size, products, norms, buffers, shape, numbers
     attended_size = shape[0] * shape[1] * shape[2]
     num_inner = len(down_panels) // size
     _add_product(attended, num_tokens, attended_size, output_panels, output_bias, residual, size, num_threads)
-    if num_tokens > _MOST_OWN_TOKENS:
-        _norm_many(residual, num_tokens, size, mlp_norm, eps, normed, num_threads)
-    _gate_product(
-        residual, num_tokens, size, mlp_norm, eps, normed, gate_panels, gate_bias, num_inner // PANEL, inner,
-        num_threads,
-    )  # fmt: skip
+    _norm_many(residual, num_tokens, size, mlp_norm, eps, normed, num_threads)
+    _gate_product(normed, num_tokens, size, gate_panels, gate_bias, num_inner // PANEL, inner, num_threads)
     _add_product(inner, num_tokens, num_inner, down_panels, down_bias, residual, size, num_threads)
 
 

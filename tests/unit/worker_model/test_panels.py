@@ -158,9 +158,7 @@ def test_decoder_layer_is_its_operations(dtype: torch.dtype, window: int, norms_
         for wanted in (plan.query_start_loc[1:] - 1, np.arange(0, num_tokens, 3), np.arange(0)):
             some, cache = x.clone(), (old_keys.clone(), old_values.clone())
             runner.run(some, positions, slots, [cache], replace(plan, wanted=wanted.astype(np.int64)))
-            left = np.setdiff1d(np.arange(num_tokens), wanted)
             assert torch.equal(some[wanted], residual[wanted])
-            assert torch.equal(some[left], x[left])
             assert torch.equal(cache[0], keys)
             assert torch.equal(cache[1], values)
 

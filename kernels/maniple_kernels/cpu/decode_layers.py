@@ -1,0 +1,199 @@
+"""All decoder layers for the few tokens of decoding requests, in one call, and without a thread that waits for another.
+
+As ``decoder_layer``, with the same bits. A step of a few tokens is short and has five loops a layer: if threads met
+after each, one that lost its core to an event loop for a millisecond would stop all others for as long, a few times in
+each step. See ``phases`` for how they go on, and for why no buffer is used twice in a step.
+"""
+
+# mypy: ignore-errors
+# (numba compiles these bodies with types of its own)
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, prange, types
+from numba.extending import intrinsic
+
+from maniple_kernels.cpu.claims import LINE, claim
+from maniple_kernels.cpu.decoder_layer import _add_panel, _gate_panel, _place_head
+from maniple_kernels.cpu.paged_attention import attend
+from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
+from maniple_kernels.cpu.phases import find_missing, finish, is_done, now
+from maniple_kernels.cpu.rms_norm import _normalize
+from maniple_kernels.cpu.simd import LANES, add, load, store
+
+_QKV, _ATTEND, _OUTPUT, _GATE, _DOWN = range(5)  # phases of a layer
+_NUM_PHASES = 5
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _array(memory, layer, which, like):
+    """Return a flat array of a layer, of the type of ``like``."""
+    return carray(_pointer(memory[layer, which, 0]), (memory[layer, which, 1],), like.dtype)
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _part(buffer, layer, size):
+    return buffer[layer * size : (layer + 1) * size]
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _normalize_all(residual, num_tokens, size, norm, eps, normed):
+    for token in range(num_tokens):
+        _normalize(residual, token * size, size, norm, eps, normed, token * size)
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _project_panel(x, num_tokens, size, panels, bias, panel, sums, qkv, width):
+    multiply_panel(x, 0, num_tokens, size, panels, panel, sums, 0, PANEL, True)
+    for token in range(num_tokens):
+        for i in range(0, PANEL, LANES):
+            value = load(sums, token * PANEL + i)
+            if len(bias):
+                value = add(value, load(bias, panel * PANEL + i))
+            store(qkv, token * width + panel * PANEL + i, value)
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _attend_head(qkv, tile, head, norms, cos_sin, tokens, cache, tables, shape, numbers, heads, rounded, attended):
+    """Attend for one token and KV head, from a copy of what is rotated."""
+    num_kv_heads, group, dim, block_size, width = shape
+    request, token, count, position = tile
+    positions, slots = tokens
+    keys, values = cache
+    eps, scale, window = numbers
+    queries, key = head * group * dim, num_kv_heads * group * dim
+    value = key + dim
+    source = token * width
+    for i in range(0, group * dim, LANES):
+        store(heads, queries + i, load(qkv, source + queries + i))
+    for i in range(0, dim, LANES):
+        store(heads, key + i, load(qkv, source + key + head * dim + i))
+        store(heads, value + i, load(qkv, source + key + (num_kv_heads + head) * dim + i))
+    _place_head(
+        heads, queries, key, value, head, shape, norms, eps, cos_sin, positions[token], slots[token], keys, values,
+        rounded,
+    )  # fmt: skip
+    alone = num_kv_heads, group, dim, block_size, 0  # every token's heads begin where the copy does
+    attend(heads, keys, values, tables[request], token, count, position, head, alone, scale, window, attended)
+
+
+@njit(error_model="numpy", nogil=True, parallel=True, cache=True)
+def run_decode_layers(
+    residual,
+    num_tokens,
+    size,
+    memory,
+    windows,
+    buffers,
+    cos_sin,
+    tokens,
+    tables,
+    tiles,
+    shape,
+    eps,
+    scale,
+    num_threads,
+):
+    """Run all layers, in place on the residual stream.
+
+    Args:
+        residual: flat [num_tokens, size] float32.
+        num_tokens: of the step, one of each request.
+        size: of the residual stream.
+        memory: [num_layers, 14, 2] int64, address and number of elements of each layer's flat arrays: panels and
+            biases of qkv, output, gate and up, down; norms before attention, before the MLP, of queries, of keys; keys,
+            values. Biases and the last two norms may be empty.
+        windows: [num_layers] int64.
+        buffers: (streams float32, qkv float32, middle float32, attended, inner): flat, room for the step in each layer,
+            and once more in streams.
+        cos_sin: flat [max_model_len, head_dim].
+        tokens: (positions, slots), each [num_tokens] int64.
+        tables: [num_reqs, max_num_blocks] int32.
+        tiles: as in ``paged_attention``, one of each token.
+        shape: (num_kv_heads, query heads per KV head, head_dim, block_size, width of qkv).
+        eps: of the norms, float32.
+        scale: the softmax scale times log2(e), float32.
+        num_threads: of ``use_threads``.
+    """
+    streams, qkv, middle, attended, inner = buffers
+    num_kv_heads, group, dim, _, width = shape
+    num_layers, attended_size = len(memory), num_kv_heads * group * dim
+    num_inner = memory[0, 6, 1] // size
+    num_items = (width // PANEL, num_tokens * num_kv_heads, size // PANEL, num_inner // PANEL, size // PANEL)
+    before = (0, num_items[0], num_items[0] + num_items[1], 0, 0)
+    before = (0, before[1], before[2], before[2] + num_items[2], before[2] + num_items[2] + num_items[3])
+    in_layer = before[4] + num_items[4]
+    taken = np.zeros(num_layers * _NUM_PHASES * num_threads * LINE, np.int64)
+    done = np.zeros(num_layers * _NUM_PHASES * LINE, np.int64)
+    flags = np.zeros(num_layers * in_layer, np.int64)
+    streams[: num_tokens * size] = residual
+    for thread in prange(num_threads):
+        normed = np.empty(num_tokens * size, attended.dtype)
+        sums, more = np.empty(num_tokens * PANEL, np.float32), np.empty(num_tokens * PANEL, np.float32)
+        heads, rounded = np.empty(attended_size + 2 * dim, np.float32), np.empty(LANES, attended.dtype)
+        for layer in range(num_layers):
+            came = _part(streams, layer, num_tokens * size)
+            goes = _part(streams, layer + 1, num_tokens * size)
+            halfway = _part(middle, layer, num_tokens * size)
+            own_qkv = _part(qkv, layer, num_tokens * width)
+            own_attended = _part(attended, layer, num_tokens * attended_size)
+            own_inner = _part(inner, layer, num_tokens * num_inner)
+            norms = _array(memory, layer, 10, attended), _array(memory, layer, 11, attended)
+            cache = _array(memory, layer, 12, attended), _array(memory, layer, 13, attended)
+            numbers = eps, scale, windows[layer]
+            for kind in range(_NUM_PHASES):
+                phase, count = layer * _NUM_PHASES + kind, num_items[kind]
+                if is_done(done, phase, count):
+                    continue
+                first = layer * in_layer + before[kind]
+                if kind == _QKV:
+                    _normalize_all(came, num_tokens, size, _array(memory, layer, 8, attended), eps, normed)
+                elif kind == _GATE:
+                    _normalize_all(halfway, num_tokens, size, _array(memory, layer, 9, attended), eps, normed)
+                panels, bias = _array(memory, layer, 0, attended), _array(memory, layer, 1, attended)
+                if kind >= _OUTPUT:
+                    which = 2 * (kind - 1)
+                    panels, bias = _array(memory, layer, which, attended), _array(memory, layer, which + 1, attended)
+                own_taken = _part(taken, phase, num_threads * LINE)
+                item, helped = claim(own_taken, count, thread, 0)
+                took = np.int64(0)
+                while True:
+                    if item == count:
+                        item = find_missing(flags, first, count, done, phase, took)
+                        if item == count:
+                            break
+                    began = now()
+                    if kind == _QKV:
+                        _project_panel(normed, num_tokens, size, panels, bias, item, sums, own_qkv, width)
+                    elif kind == _ATTEND:
+                        _attend_head(
+                            own_qkv, tiles[item // num_kv_heads], item % num_kv_heads, norms, cos_sin, tokens, cache,
+                            tables, shape, numbers, heads, rounded, own_attended,
+                        )  # fmt: skip
+                    elif kind == _OUTPUT:
+                        _add_panel(
+                            own_attended, num_tokens, attended_size, panels, bias, item, sums, came, halfway, size
+                        )
+                    elif kind == _GATE:
+                        _gate_panel(
+                            normed, num_tokens, size, panels, bias, item, num_inner // PANEL, sums, more, own_inner
+                        )
+                    else:
+                        _add_panel(own_inner, num_tokens, num_inner, panels, bias, item, sums, halfway, goes, size)
+                    finish(flags, first + item, done, phase)
+                    took = now() - began
+                    if helped < num_threads:
+                        item, helped = claim(own_taken, count, thread, helped)
+                    else:
+                        item = np.int64(count)
+    residual[: num_tokens * size] = _part(streams, num_layers, num_tokens * size)
