@@ -66,8 +66,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--machine", default="", help="in the result file's name; default: processor and cores")
     arguments = parser.parse_args(argv)
-    if arguments.pairs < 1:
-        parser.error(f"--pairs {arguments.pairs}: must be at least 1")
     try:
         arguments.scenes = chosen(arguments.rows)
     except ValueError as error:

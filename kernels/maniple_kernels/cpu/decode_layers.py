@@ -133,6 +133,11 @@ def run_decode_layers(
     before = (0, num_items[0], num_items[0] + num_items[1], 0, 0)
     before = (0, before[1], before[2], before[2] + num_items[2], before[2] + num_items[2] + num_items[3])
     in_layer = before[4] + num_items[4]
+    panel_bytes, longest = PANEL * attended.itemsize, np.max(tiles[:, 3]) + 1
+    num_bytes = (
+        size * panel_bytes, 2 * dim * longest * attended.itemsize, attended_size * panel_bytes, 2 * size * panel_bytes,
+        num_inner * panel_bytes,
+    )  # fmt: skip
     taken = np.zeros(num_layers * _NUM_PHASES * num_threads * LINE, np.int64)
     done = np.zeros(num_layers * _NUM_PHASES * LINE, np.int64)
     flags = np.zeros(num_layers * in_layer, np.int64)
@@ -169,7 +174,7 @@ def run_decode_layers(
                 took = np.int64(0)
                 while True:
                     if item == count:
-                        item = find_missing(flags, first, count, done, phase, took)
+                        item = find_missing(flags, first, count, done, phase, took, num_bytes[kind])
                         if item == count:
                             break
                     began = now()

@@ -86,7 +86,7 @@ def finish(flags, place, done, phase):
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def find_missing(flags, first, num_items, done, phase, took):
+def find_missing(flags, first, num_items, done, phase, took, num_bytes):
     """Wait until a phase is done, or return an item that somebody else does not come to an end with.
 
     Args:
@@ -95,11 +95,12 @@ def find_missing(flags, first, num_items, done, phase, took):
         num_items: of the phase.
         done: see ``is_done``.
         phase: which.
-        took: cycles that the thread's own last item took.
+        took: cycles that the thread's own last item took; 0 if it had none.
+        num_bytes: that an item reads, at most; a core gets some of them in a cycle.
     Returns:
         An item to compute; ``num_items`` when all are.
     """
-    until = now() + max(2 * took, _LEAST_CYCLES)
+    until = now() + max(2 * took, num_bytes, _LEAST_CYCLES)
     while not is_done(done, phase, num_items):
         if now() > until:
             for item in range(num_items):

@@ -32,7 +32,7 @@ def _is_done(done, phase, num_items):
 
 @njit
 def _find(flags, first, num_items, done, phase):
-    return find_missing(flags, first, num_items, done, phase, 0)
+    return find_missing(flags, first, num_items, done, phase, 0, 0)
 
 
 @njit(nogil=True)
