@@ -143,7 +143,7 @@ def test_chosen_rows_keep_only_the_scenes_that_have_them() -> None:
 def test_unknown_row_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     from table import parse_arguments
 
-    for flags, said in ((["--rows", "none"], "no row is called none"), (["--pairs", "0"], "must be a whole number from 1")):
+    for flags, said in ((["--rows", "none"], "no row is called none"), (["--pairs", "0"], "a whole number from 1")):
         with pytest.raises(SystemExit):
             parse_arguments(flags)
         assert said in capsys.readouterr().err
