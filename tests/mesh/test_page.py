@@ -10,9 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service_chassis.scripted import ScriptedOptions, scripted_model
 from support.browser import Browser, browser
 from support.envoy import envoys, recommended
-from support.mesh_calls import FLAGS, is_idle
+from support.mesh_calls import FLAGS, LONG, STEP_S, is_idle
 from support.serve_process import Caller, serving
 
 NEWEST = "[...document.querySelectorAll('#said .assistant')].at(-1)"
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.usefixtures("page")
 
 
 async def test_page_streams_stops_and_shows_errors(tmp_path: Path) -> None:
-    with serving(*FLAGS, "--executor", "mp") as server, browser(tmp_path) as page:
+    # It says as much as it may: by itself it might be done after a word.
+    talker = scripted_model(ScriptedOptions(step_time_s=STEP_S, sampler="numpy", forced=(ord("a"),) * LONG))
+    with serving(*FLAGS, "--model", talker, "--executor", "mp") as server, browser(tmp_path) as page:
         async with asyncio.timeout(110), envoys(tmp_path, recommended(server.address)) as [envoy]:
             await asyncio.to_thread(_opens, page, f"http://{envoy.address()}/")
             # Streams: text grows while the model speaks.

@@ -50,6 +50,7 @@ def test_parts_are_compiled_for_the_types_that_a_layer_calls_them_with(name: str
     kv = driver.runner._kv
     assert kv is not None
     driver.runner._run_dummy(kv, [3])
+    driver.runner._run_dummy(kv, [1])
     finite_argmax(torch.zeros(1, 32))
     own = types_of(attention_parts(name)[0][1])[1]
     called_as = next(
