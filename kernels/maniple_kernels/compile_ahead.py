@@ -29,42 +29,43 @@ Part = tuple[Any, tuple[Any, ...]]  # a function, and arguments of the types tha
 
 
 def attention_parts(name: str) -> list[Part]:
-    """Return what attends in layers whose weights are of the type."""
-    from maniple_kernels.cpu.decode_layers import run_decode_layers
-    from maniple_kernels.cpu.paged_attention import attend_tiles
-
-    own, wide, places = np.zeros(1, _TYPES[name][1]), np.zeros(1, np.float32), np.zeros(1, np.int64)
-    tables, tiles = np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int64)
-    attending = wide, own, own, tables, tiles, (1, 1, 1, 1, 1), np.float32(1), 0, own
-    memory, number = np.zeros((1, 14, 2), np.int64), np.float32(1)
-    decoding = wide, 1, 1, memory, places, (wide, wide, wide, own, own), wide, (places, places), tables, tiles
-    return [
-        (attend_tiles, (*attending, 1)),
-        (run_decode_layers, (*decoding, (1, 1, 1, 1, 1), number, number, 1)),
-    ]
-
-
-def other_parts(name: str) -> list[Part]:
-    """Return everything else that ``run_layer`` calls, and what makes a token of the last layer's output."""
+    """Return the attention of many tokens and half of the rest, for weights of the type: the other process's half."""
     from maniple_kernels.cpu import decoder_layer
     from maniple_kernels.cpu.argmax import highest_of_rows
     from maniple_kernels.cpu.gumbel import draw_rows
     from maniple_kernels.cpu.linear import multiply_rows
+    from maniple_kernels.cpu.paged_attention import attend_tiles
     from maniple_kernels.cpu.rms_norm import normalize_rows
 
     own, wide, places = np.zeros(1, _TYPES[name][1]), np.zeros(1, np.float32), np.zeros(1, np.int64)
+    tables, tiles = np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int64)
     rows = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.uint32), np.zeros(1, np.int32)
     number, norms, shape = np.float32(1), (own, own), (1, 1, 1, 1, 1)
     return [
-        (decoder_layer._norm_many, (wide, 1, 1, own, number, own, 1)),
-        (decoder_layer._project, (own, 1, 1, own, own, wide, 1, 1)),
+        (attend_tiles, (wide, own, own, tables, tiles, shape, number, 0, own, 1)),
         (decoder_layer._place_many, (wide, 1, shape, norms, number, wide, places, places, own, own, 1)),
-        (decoder_layer._add_product, (own, 1, 1, own, own, wide, 1, 1)),
-        (decoder_layer._gate_product, (own, 1, 1, own, own, 1, own, 1)),
         (normalize_rows, (wide, 1, 1, own, number, own)),
         (multiply_rows, (own, 1, 1, own, wide, wide, 1)),
         (draw_rows, rows),
         (highest_of_rows, (wide, 1, 1, rows[2])),
+    ]
+
+
+def other_parts(name: str) -> list[Part]:
+    """Return the other half: all layers for few tokens, and the rest of what ``run_layer`` calls."""
+    from maniple_kernels.cpu import decoder_layer
+    from maniple_kernels.cpu.decode_layers import run_decode_layers
+
+    own, wide, places = np.zeros(1, _TYPES[name][1]), np.zeros(1, np.float32), np.zeros(1, np.int64)
+    tables, tiles, memory = np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int64), np.zeros((1, 14, 2), np.int64)
+    number, shape = np.float32(1), (1, 1, 1, 1, 1)
+    decoding = wide, 1, 1, memory, places, (wide, wide, wide, own, own), wide, (places, places), tables, tiles
+    return [
+        (run_decode_layers, (*decoding, shape, number, number, 1)),
+        (decoder_layer._norm_many, (wide, 1, 1, own, number, own, 1)),
+        (decoder_layer._project, (own, 1, 1, own, own, wide, 1, 1)),
+        (decoder_layer._add_product, (own, 1, 1, own, own, wide, 1, 1)),
+        (decoder_layer._gate_product, (own, 1, 1, own, own, 1, own, 1)),
     ]
 
 
@@ -130,7 +131,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Compile the attention for the type that is named."""
+    """Compile this process's half for the type that is named."""
     name = sys.argv[1]
     gc.disable()  # what a compiler makes it keeps, and this process lives for seconds
     threading.Thread(target=_end_with_parent, daemon=True).start()

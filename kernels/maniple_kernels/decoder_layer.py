@@ -24,6 +24,7 @@ from maniple_kernels.linear import PANEL
 from maniple_kernels.paged_attention import LOG2_E, AttentionPlan
 from maniple_kernels.quantized_linear import GroupedWeights, arrays_of
 
+_NO_TOKENS = np.zeros(0, np.int64)
 _FEW_TOKENS = 32  # of decoding requests, for which no thread waits
 
 Arrays = tuple[Any, ...]
@@ -133,7 +134,8 @@ class DecoderLayers:
             plan: of this step.
         """
         from maniple_kernels.cpu.decode_layers import run_decode_layers
-        from maniple_kernels.cpu.decoder_layer import run_last_layer, run_layer
+        from maniple_kernels.cpu.decoder_layer import run_layer
+        from maniple_kernels.cpu.paged_attention import FEW_ROWS
         from maniple_kernels.cpu.quantized_layer import run_quantized_layer
         from maniple_kernels.cpu.simd import flat
         from maniple_kernels.cpu.threads import use_threads
@@ -145,7 +147,8 @@ class DecoderLayers:
         sizes = shape.num_kv_heads, group, shape.head_dim, kv[0][0].shape[3], width
         stream, tokens = flat(residual), (positions.numpy(), slots.numpy())
         num_threads = use_threads(num_tokens * shape.size * (width + 3 * shape.inner_size))
-        if num_tokens == len(plan.tiles) and num_tokens <= _FEW_TOKENS and not self._is_quantized:
+        is_few = num_tokens <= _FEW_TOKENS and group <= FEW_ROWS and not self._is_quantized
+        if is_few and num_tokens == len(plan.tiles):
             self._make_room_for_few(num_tokens, width)
             run_decode_layers(
                 stream,
@@ -171,12 +174,12 @@ class DecoderLayers:
             if self._is_quantized:
                 given += plan.tiles, sizes, numbers, num_threads
                 run_quantized_layer(*given)
-            elif plan.wanted is None or index + 1 < len(self._weights):
-                given += plan.tiles, sizes, numbers, num_threads
-                run_layer(*given)
             else:
-                given += plan.wanted_tiles(), sizes, numbers, plan.wanted, num_threads
-                run_last_layer(*given)
+                wants_all = plan.wanted is None or index + 1 < len(self._weights)
+                tiles = plan.tiles if wants_all else plan.wanted_tiles()
+                wanted = _NO_TOKENS if plan.wanted is None else plan.wanted
+                given += tiles, wanted, wants_all, sizes, numbers, num_threads
+                run_layer(*given)
 
     def _make_room_for_few(self, num_tokens: int, width: int) -> None:
         """Have buffers in which no place is used twice in a step."""

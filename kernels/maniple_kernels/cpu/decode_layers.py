@@ -16,11 +16,12 @@ from numba import carray, njit, prange, types
 from numba.extending import intrinsic
 
 from maniple_kernels.cpu.claims import LINE, claim
-from maniple_kernels.cpu.decoder_layer import _add_panel, _gate_panel, _place_head
-from maniple_kernels.cpu.paged_attention import attend
+from maniple_kernels.cpu.decoder_layer import _place_head
+from maniple_kernels.cpu.paged_attention import attend_few
 from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
 from maniple_kernels.cpu.phases import find_missing, finish, is_done, now
 from maniple_kernels.cpu.rms_norm import _normalize
+from maniple_kernels.cpu.silu_mul import gate
 from maniple_kernels.cpu.simd import LANES, add, load, store
 
 _QKV, _ATTEND, _OUTPUT, _GATE, _DOWN = range(5)  # phases of a layer
@@ -52,15 +53,41 @@ def _normalize_all(residual, num_tokens, size, norm, eps, normed):
         _normalize(residual, token * size, size, norm, eps, normed, token * size)
 
 
+# What is made of the products of a panel, ``sums`` [num_tokens, 32]. Each place is written once, with what stays there.
+
+
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _project_panel(x, num_tokens, size, panels, bias, panel, sums, qkv, width):
-    multiply_panel(x, 0, num_tokens, size, panels, panel, sums, 0, PANEL, True)
+def _put_qkv(sums, num_tokens, bias, panel, qkv, width):
     for token in range(num_tokens):
         for i in range(0, PANEL, LANES):
             value = load(sums, token * PANEL + i)
             if len(bias):
                 value = add(value, load(bias, panel * PANEL + i))
             store(qkv, token * width + panel * PANEL + i, value)
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _put_gated(sums, num_tokens, bias, panel, inner, width):
+    """Of gates, and the ups behind them."""
+    ups = num_tokens * PANEL
+    for token in range(num_tokens):
+        for i in range(0, PANEL, LANES):
+            left, right = load(sums, token * PANEL + i), load(sums, ups + token * PANEL + i)
+            if len(bias):
+                left = add(left, load(bias, panel * PANEL + i))
+                right = add(right, load(bias, width + panel * PANEL + i))
+            store(inner, token * width + panel * PANEL + i, gate(left, right))
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def _put_sum(sums, num_tokens, bias, panel, before, after, width):
+    for token in range(num_tokens):
+        for i in range(0, PANEL, LANES):
+            value = load(sums, token * PANEL + i)
+            if len(bias):
+                value = add(value, load(bias, panel * PANEL + i))
+            at = token * width + panel * PANEL + i
+            store(after, at, add(load(before, at), value))
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -84,7 +111,7 @@ def _attend_head(qkv, tile, head, norms, cos_sin, tokens, cache, tables, shape, 
         rounded,
     )  # fmt: skip
     alone = num_kv_heads, group, dim, block_size, 0  # every token's heads begin where the copy does
-    attend(heads, keys, values, tables[request], token, count, position, head, alone, scale, window, attended)
+    attend_few(heads, keys, values, tables[request], token, count, position, head, alone, scale, window, attended)
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True)
@@ -144,7 +171,7 @@ def run_decode_layers(
     streams[: num_tokens * size] = residual
     for thread in prange(num_threads):
         normed = np.empty(num_tokens * size, attended.dtype)
-        sums, more = np.empty(num_tokens * PANEL, np.float32), np.empty(num_tokens * PANEL, np.float32)
+        sums = np.empty(2 * num_tokens * PANEL, np.float32)
         heads, rounded = np.empty(attended_size + 2 * dim, np.float32), np.empty(LANES, attended.dtype)
         for layer in range(num_layers):
             came = _part(streams, layer, num_tokens * size)
@@ -161,10 +188,14 @@ def run_decode_layers(
                 if is_done(done, phase, count):
                     continue
                 first = layer * in_layer + before[kind]
-                if kind == _QKV:
-                    _normalize_all(came, num_tokens, size, _array(memory, layer, 8, attended), eps, normed)
-                elif kind == _GATE:
-                    _normalize_all(halfway, num_tokens, size, _array(memory, layer, 9, attended), eps, normed)
+                x, num_inputs, before_it, behind_it = normed, size, came, halfway
+                if kind in (_QKV, _GATE):
+                    norm = _array(memory, layer, 8 if kind == _QKV else 9, attended)
+                    _normalize_all(came if kind == _QKV else halfway, num_tokens, size, norm, eps, normed)
+                elif kind == _OUTPUT:
+                    x, num_inputs = own_attended, attended_size
+                else:
+                    x, num_inputs, before_it, behind_it = own_inner, num_inner, halfway, goes
                 panels, bias = _array(memory, layer, 0, attended), _array(memory, layer, 1, attended)
                 if kind >= _OUTPUT:
                     which = 2 * (kind - 1)
@@ -178,23 +209,22 @@ def run_decode_layers(
                         if item == count:
                             break
                     began = now()
-                    if kind == _QKV:
-                        _project_panel(normed, num_tokens, size, panels, bias, item, sums, own_qkv, width)
-                    elif kind == _ATTEND:
+                    if kind == _ATTEND:
                         _attend_head(
                             own_qkv, tiles[item // num_kv_heads], item % num_kv_heads, norms, cos_sin, tokens, cache,
                             tables, shape, numbers, heads, rounded, own_attended,
                         )  # fmt: skip
-                    elif kind == _OUTPUT:
-                        _add_panel(
-                            own_attended, num_tokens, attended_size, panels, bias, item, sums, came, halfway, size
-                        )
-                    elif kind == _GATE:
-                        _gate_panel(
-                            normed, num_tokens, size, panels, bias, item, num_inner // PANEL, sums, more, own_inner
-                        )
                     else:
-                        _add_panel(own_inner, num_tokens, num_inner, panels, bias, item, sums, halfway, goes, size)
+                        # One call for all: each of its own would be compiled for itself, for seconds.
+                        for part in range(2 if kind == _GATE else 1):
+                            panel, at = item + part * num_items[_GATE], part * num_tokens * PANEL
+                            multiply_panel(x, 0, num_tokens, num_inputs, panels, panel, sums, at, PANEL, True)
+                        if kind == _QKV:
+                            _put_qkv(sums, num_tokens, bias, item, own_qkv, width)
+                        elif kind == _GATE:
+                            _put_gated(sums, num_tokens, bias, item, own_inner, num_inner)
+                        else:
+                            _put_sum(sums, num_tokens, bias, item, before_it, behind_it, size)
                     finish(flags, first + item, done, phase)
                     took = now() - began
                     if helped < num_threads:

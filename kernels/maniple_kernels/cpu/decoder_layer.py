@@ -167,39 +167,6 @@ def _gate_product(x, num_tokens, size, panels, bias, num_panels, inner, num_thre
             panel, helped = claim(taken, num_panels, thread, helped)
 
 
-@njit(error_model="numpy", nogil=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _attend(
-    residual, num_tokens, size, products, norms, buffers, cos_sin, tokens, cache, tables, tiles, shape, numbers,
-    num_threads,
-):  # fmt: skip
-    """Do a layer's first half, up to what attention writes for the tokens of ``tiles``."""
-    qkv_panels, qkv_bias = products[0], products[1]
-    attention_norm, _, q_norm, k_norm = norms
-    normed, qkv, attended, _ = buffers
-    positions, slots = tokens
-    keys, values = cache
-    eps, scale, window = numbers
-    width = shape[4]
-    _norm_many(residual, num_tokens, size, attention_norm, eps, normed, num_threads)
-    _project(normed, num_tokens, size, qkv_panels, qkv_bias, qkv, width, num_threads)
-    _place_many(qkv, num_tokens, shape, (q_norm, k_norm), eps, cos_sin, positions, slots, keys, values, num_threads)
-    attend_tiles(qkv, keys, values, tables, tiles, shape, scale, window, attended, num_threads)
-
-
-@njit(error_model="numpy", nogil=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _finish(residual, num_tokens, size, products, norms, buffers, shape, numbers, num_threads):
-    """Do the other half for the first tokens of the buffers."""
-    _, _, output_panels, output_bias, gate_panels, gate_bias, down_panels, down_bias = products
-    mlp_norm, eps = norms[1], numbers[0]
-    normed, _, attended, inner = buffers
-    attended_size = shape[0] * shape[1] * shape[2]
-    num_inner = len(down_panels) // size
-    _add_product(attended, num_tokens, attended_size, output_panels, output_bias, residual, size, num_threads)
-    _norm_many(residual, num_tokens, size, mlp_norm, eps, normed, num_threads)
-    _gate_product(normed, num_tokens, size, gate_panels, gate_bias, num_inner // PANEL, inner, num_threads)
-    _add_product(inner, num_tokens, num_inner, down_panels, down_bias, residual, size, num_threads)
-
-
 @njit(error_model="numpy", nogil=True, cache=True)
 def run_layer(
     residual,
@@ -213,11 +180,15 @@ def run_layer(
     cache,
     tables,
     tiles,
+    wanted,
+    wants_all,
     shape,
     numbers,
     num_threads,
 ):
     """Run a layer, in place on the residual stream.
+
+    One function, since whatever calls the loops is compiled together with all of them.
 
     Args:
         residual: flat [num_tokens, size] float32.
@@ -231,42 +202,42 @@ def run_layer(
         tokens: (positions, slots), each [num_tokens] int64.
         cache: (keys, values), flat.
         tables: [num_reqs, max_num_blocks] int32.
-        tiles: as in ``paged_attention``.
+        tiles: as in ``paged_attention``; of the wanted tokens.
+        wanted: tokens that are looked at after this layer, [num_wanted] int64, in order. Of the others their keys and
+            values alone are computed; their rows of the residual stream stay what came in.
+        wants_all: all are, whatever ``wanted`` is.
         shape: (num_kv_heads, query heads per KV head, head_dim, block_size, width of qkv).
         numbers: (eps, softmax scale times log2(e), window).
         num_threads: of ``use_threads``.
     """
-    _attend(
-        residual, num_tokens, size, products, norms, buffers, cos_sin, tokens, cache, tables, tiles, shape, numbers,
-        num_threads,
-    )  # fmt: skip
-    _finish(residual, num_tokens, size, products, norms, buffers, shape, numbers, num_threads)
+    qkv_panels, qkv_bias, output_panels, output_bias, gate_panels, gate_bias, down_panels, down_bias = products
+    attention_norm, mlp_norm, q_norm, k_norm = norms
+    normed, qkv, attended, inner = buffers
+    positions, slots = tokens
+    keys, values = cache
+    eps, scale, window = numbers
+    num_kv_heads, group, dim, _, width = shape
+    attended_size = num_kv_heads * group * dim
+    num_inner = len(down_panels) // size
 
-
-@njit(error_model="numpy", nogil=True, cache=True)
-def run_last_layer(
-    residual, num_tokens, size, products, norms, buffers, cos_sin, tokens, cache, tables, tiles, shape, numbers,
-    wanted, num_threads,
-):  # fmt: skip
-    """Run the last layer for the tokens that are looked at: of the others, their keys and values alone are needed.
-
-    As ``run_layer``, but for ``wanted``: which tokens, [num_wanted] int64, in order; ``tiles`` are theirs alone. The
-    other rows of the residual stream stay what came in.
-    """
-    _attend(
-        residual, num_tokens, size, products, norms, buffers, cos_sin, tokens, cache, tables, tiles, shape, numbers,
-        num_threads,
-    )  # fmt: skip
-    num_wanted = len(wanted)
-    if num_wanted == 0:
+    _norm_many(residual, num_tokens, size, attention_norm, eps, normed, num_threads)
+    _project(normed, num_tokens, size, qkv_panels, qkv_bias, qkv, width, num_threads)
+    _place_many(qkv, num_tokens, shape, (q_norm, k_norm), eps, cos_sin, positions, slots, keys, values, num_threads)
+    if not wants_all and len(wanted) == 0:
         return
-    attended, attended_size = buffers[2], shape[0] * shape[1] * shape[2]
-    kept = np.empty(num_wanted * size, np.float32)
-    for i in range(num_wanted):
-        token = wanted[i]
-        kept[i * size : (i + 1) * size] = residual[token * size : (token + 1) * size]
-        theirs = attended[token * attended_size : (token + 1) * attended_size]
-        attended[i * attended_size : (i + 1) * attended_size] = theirs
-    _finish(kept, num_wanted, size, products, norms, buffers, shape, numbers, num_threads)
-    for i in range(num_wanted):
-        residual[wanted[i] * size : (wanted[i] + 1) * size] = kept[i * size : (i + 1) * size]
+    attend_tiles(qkv, keys, values, tables, tiles, shape, scale, window, attended, num_threads)
+    stream, num_rows = residual, num_tokens
+    if not wants_all:
+        num_rows = len(wanted)
+        stream = np.empty(num_rows * size, np.float32)
+        for i, token in enumerate(wanted):
+            stream[i * size : (i + 1) * size] = residual[token * size : (token + 1) * size]
+            theirs = attended[token * attended_size : (token + 1) * attended_size]
+            attended[i * attended_size : (i + 1) * attended_size] = theirs
+    _add_product(attended, num_rows, attended_size, output_panels, output_bias, stream, size, num_threads)
+    _norm_many(stream, num_rows, size, mlp_norm, eps, normed, num_threads)
+    _gate_product(normed, num_rows, size, gate_panels, gate_bias, num_inner // PANEL, inner, num_threads)
+    _add_product(inner, num_rows, num_inner, down_panels, down_bias, stream, size, num_threads)
+    if not wants_all:
+        for i, token in enumerate(wanted):
+            residual[token * size : (token + 1) * size] = stream[i * size : (i + 1) * size]

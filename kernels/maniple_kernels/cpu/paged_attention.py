@@ -20,7 +20,7 @@ from maniple_kernels.cpu.online_softmax import LEAST, SPAN, ZERO, weigh
 from maniple_kernels.cpu.simd import LANES, load, mul, splat, store, sum_lanes
 from maniple_kernels.cpu.tile_attention import attend_many
 
-_FEW_ROWS = 8  # for which keys and values are multiplied as they lie in the cache
+FEW_ROWS = 8  # for which keys and values are multiplied as they lie in the cache
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -34,11 +34,17 @@ def _copy_visible(values, base, dim, begin, end, copy):
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def attend(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out):
     """Attend for the queries [first_query, first_query + num_queries) of one request and one KV head."""
+    if num_queries * shape[1] > FEW_ROWS:
+        attend_many(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out)
+    else:
+        attend_few(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out)
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def attend_few(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out):
+    """As ``attend``, for at most ``FEW_ROWS`` queries of all heads."""
     num_kv_heads, group, dim, block_size, stride = shape
     num_rows = num_queries * group
-    if num_rows > _FEW_ROWS:
-        attend_many(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out)
-        return
     acc = np.zeros(num_rows * dim, np.float32)
     tops = np.full(num_rows, LEAST, np.float32)
     totals = np.zeros(num_rows * LANES, np.float32)

@@ -43,8 +43,7 @@ def infer_types(function: Any, arguments: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_parts_are_compiled_for_the_types_that_a_layer_calls_them_with(name: str, tmp_path: Path) -> None:
-    decoder_layer: Any = importlib.import_module("maniple_kernels.cpu.decoder_layer")
-    run_layer = decoder_layer.run_layer
+    run_layer: Any = importlib.import_module("maniple_kernels.cpu.decoder_layer").run_layer
 
     write_checkpoint(tmp_path, CONFIG, tiny_tensors(CONFIG))
     driver = RunnerDriver(tmp_path, dtype=name)
@@ -58,9 +57,6 @@ def test_parts_are_compiled_for_the_types_that_a_layer_calls_them_with(name: str
         types for types in run_layer.signatures if types[8][0] == own
     )  # one that was fused, over this cache
     infer_types(run_layer.py_func, called_as)  # of itself it came out of the cache, without what it calls
-    for half in (decoder_layer._attend, decoder_layer._finish):  # and so may they have
-        for types in half.signatures:
-            infer_types(half.py_func, types)
     known: dict[str, set[Any]] = {}
     for kind in ("float32", "bfloat16"):
         for function, arguments in (*attention_parts(kind), *other_parts(kind)):
