@@ -1,8 +1,9 @@
 """Compile the fused decoder layer by two processes where no start has done it yet: on two cores in half of the time.
 
-The attention takes as long to compile as everything else of a layer. A process of its own does it, from before the
-weights are read; meanwhile this one compiles the other parts. What is compiled lies in the cache of ``backend``, where
-each finds what the other did, and so does every later start.
+The attention of many tokens takes as long to compile as the step of few, which has an attention of its own. A process
+of its own does the one and half of the rest, from before the weights are read; meanwhile this one compiles the other
+parts. What is compiled lies in the cache of ``backend``, where each finds what the other did, and so does every later
+start.
 """
 
 from __future__ import annotations
