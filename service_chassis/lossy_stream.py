@@ -13,6 +13,11 @@ from typing import Protocol
 _ROOM = 4096  # bytes that a pipe or socket takes without waiting, where it is said to be writable: PIPE_BUF
 
 
+def plain_notice(num_lines: int) -> str:
+    """Say to people that lines were dropped."""
+    return f"({num_lines} lines were dropped here: nobody read them)"
+
+
 class Writable(Protocol):
     """What lines are written to."""
 

@@ -17,7 +17,7 @@ from typing import Literal, TextIO, cast
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
-from service_chassis.lossy_stream import LossyStream
+from service_chassis.lossy_stream import LossyStream, plain_notice
 
 LogFormat = Literal["auto", "json", "console"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -59,7 +59,7 @@ def configure_logging(
         foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
     )
-    handler = logging.StreamHandler(LossyStream(stream, _console_notice if console else _json_notice))
+    handler = logging.StreamHandler(LossyStream(stream, plain_notice if console else _json_notice))
     handler.setFormatter(formatter)
     number = logging.getLevelNamesMapping()[level.upper()]
     root = logging.getLogger()
@@ -81,10 +81,6 @@ def configure_logging(
 
 def _json_notice(num_lines: int) -> str:
     return json.dumps({"level": "warning", "num_lines": num_lines, "event": "log.lines_dropped"})
-
-
-def _console_notice(num_lines: int) -> str:
-    return f"({num_lines} lines were dropped here: nobody read them)"
 
 
 def _bounded(logger: object, method: str, event: EventDict) -> EventDict:

@@ -13,7 +13,7 @@ from control_plane.announcement import Announcement, Lost, OpenAiReady, Ready, S
 from control_plane.cli.command_name import command_name
 from maniple_client.channel import DEFAULT_ADDRESS
 from service_chassis.ids import Rank
-from service_chassis.lossy_stream import LossyStream
+from service_chassis.lossy_stream import LossyStream, plain_notice
 from service_chassis.server_address import local_target
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class PlainLines:
     """For logs and pipes: one line when a stage begins, not one for each percent."""
 
     def __init__(self, out: TextIO) -> None:
-        self._out = LossyStream(out, lambda num_lines: f"({num_lines} lines were dropped here: nobody read them)")
+        self._out = LossyStream(out, plain_notice)
         self._said: set[tuple[str, Rank, str]] = set()
 
     def __enter__(self) -> Self:

@@ -31,16 +31,22 @@ LINE = 8  # counts in a cache line
 _I64 = ir.IntType(64)
 
 
-@intrinsic
-def _count_up(typing_context: Any, counts: Any, place: Any) -> Any:
-    """Return a count as it was, and add one to it, at once for all threads."""
+def atomic(operation: str, ordering: str) -> Any:
+    """Return an operation of LLVM's on a count, by one, at once for all threads; it returns the count as it was."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _element(context, builder, signature.args[0], *arguments)
-        # What the items read was written before the threads came together: nothing is ordered by the count.
-        return builder.atomic_rmw("add", pointer, _I64(1), "monotonic")
+    @intrinsic
+    def change(typing_context: Any, counts: Any, place: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = _element(context, builder, signature.args[0], *arguments)
+            return builder.atomic_rmw(operation, pointer, _I64(1), ordering)
 
-    return types.int64(counts, types.intp), generate
+        return types.int64(counts, types.intp), generate
+
+    return change
+
+
+# What the items read was written before the threads came together: nothing is ordered by the count.
+_count_up = atomic("add", "monotonic")
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)

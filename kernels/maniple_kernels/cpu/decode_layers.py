@@ -157,9 +157,11 @@ def run_decode_layers(
     num_layers, attended_size = len(memory), num_kv_heads * group * dim
     num_inner = memory[0, 6, 1] // size
     num_items = (width // PANEL, num_tokens * num_kv_heads, size // PANEL, num_inner // PANEL, size // PANEL)
-    before = (0, num_items[0], num_items[0] + num_items[1], 0, 0)
-    before = (0, before[1], before[2], before[2] + num_items[2], before[2] + num_items[2] + num_items[3])
-    in_layer = before[4] + num_items[4]
+    attends, outputs = num_items[_QKV], num_items[_QKV] + num_items[_ATTEND]
+    gates = outputs + num_items[_OUTPUT]
+    downs = gates + num_items[_GATE]
+    before = (0, attends, outputs, gates, downs)
+    in_layer = downs + num_items[_DOWN]
     panel_bytes, longest = PANEL * attended.itemsize, np.max(tiles[:, 3]) + 1
     num_bytes = (
         size * panel_bytes, 2 * dim * longest * attended.itemsize, attended_size * panel_bytes, 2 * size * panel_bytes,

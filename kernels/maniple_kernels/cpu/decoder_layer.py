@@ -73,8 +73,8 @@ def _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, v
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _add_panel(x, num_rows, num_inputs, panels, bias, panel, sums, before, after, width):
-    """Write the residual stream ``before`` with a panel of products added, to the same place of ``after``."""
+def _add_panel(x, num_rows, num_inputs, panels, bias, panel, sums, residual, width):
+    """Add a panel of products to the residual stream."""
     for first in range(0, num_rows, ROWS):
         count = min(ROWS, num_rows - first)
         multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL, True)
@@ -84,7 +84,7 @@ def _add_panel(x, num_rows, num_inputs, panels, bias, panel, sums, before, after
                 if len(bias):
                     value = add(value, load(bias, panel * PANEL + i))
                 at = (first + row) * width + panel * PANEL + i
-                store(after, at, add(load(before, at), value))
+                store(residual, at, add(load(residual, at), value))
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -152,7 +152,7 @@ def _add_product(x, num_rows, num_inputs, panels, bias, residual, size, num_thre
         sums = np.empty(ROWS * PANEL, np.float32)
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:
-            _add_panel(x, num_rows, num_inputs, panels, bias, panel, sums, residual, residual, size)
+            _add_panel(x, num_rows, num_inputs, panels, bias, panel, sums, residual, size)
             panel, helped = claim(taken, num_panels, thread, helped)
 
 

@@ -21,33 +21,15 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from maniple_kernels.cpu.claims import LINE
+from maniple_kernels.cpu.claims import LINE, atomic
 from maniple_kernels.cpu.simd import _element
 
 _I64 = ir.IntType(64)
 _LEAST_CYCLES = 40_000  # that an item of somebody else is given: 10 to 20 microseconds
 
 
-@intrinsic
-def _exchange(typing_context: Any, counts: Any, place: Any) -> Any:
-    """Set a count to 1, and return what it was: all that was written before is there for who sees it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _element(context, builder, signature.args[0], *arguments)
-        return builder.atomic_rmw("xchg", pointer, _I64(1), "acq_rel")
-
-    return types.int64(counts, types.intp), generate
-
-
-@intrinsic
-def _count_up(typing_context: Any, counts: Any, place: Any) -> Any:
-    """Add one to a count; as above."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _element(context, builder, signature.args[0], *arguments)
-        return builder.atomic_rmw("add", pointer, _I64(1), "acq_rel")
-
-    return types.int64(counts, types.intp), generate
+# All that was written before is there for who sees the count.
+_exchange, _count_up = atomic("xchg", "acq_rel"), atomic("add", "acq_rel")
 
 
 @intrinsic
