@@ -1,9 +1,8 @@
 """Compile the fused decoder layer by two processes where no start has done it yet: on two cores in half of the time.
 
-The attention of many tokens takes as long to compile as the step of few, which has an attention of its own. A process
-of its own does the one and half of the rest, from before the weights are read; meanwhile this one compiles the other
-parts. What is compiled lies in the cache of ``backend``, where each finds what the other did, and so does every later
-start.
+A process of its own compiles what layers for many tokens call, from before the weights are read; meanwhile this one
+compiles the step of few tokens and what else there is. What is compiled lies in the cache of ``backend``, where each
+finds what the other did, and so does every later start.
 """
 
 from __future__ import annotations
@@ -29,44 +28,51 @@ _TYPES = {"float32": (torch.float32, np.float32), "bfloat16": (torch.bfloat16, n
 Part = tuple[Any, tuple[Any, ...]]  # a function, and arguments of the types that it is called with
 
 
-def attention_parts(name: str) -> list[Part]:
-    """Return the attention of many tokens and half of the rest, for weights of the type: the other process's half."""
+def layer_parts(name: str) -> list[Part]:
+    """Return what layers for many tokens call, and the sampler: the other process's half, for weights of the type."""
     from maniple_kernels.cpu import decoder_layer
     from maniple_kernels.cpu.argmax import highest_of_rows
     from maniple_kernels.cpu.gumbel import draw_rows
-    from maniple_kernels.cpu.linear import multiply_rows
     from maniple_kernels.cpu.paged_attention import attend_tiles
-    from maniple_kernels.cpu.rms_norm import normalize_rows
+    from maniple_kernels.cpu.tile_attention import attend_many
 
     own, wide, places = np.zeros(1, _TYPES[name][1]), np.zeros(1, np.float32), np.zeros(1, np.int64)
-    tables, tiles = np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int64)
+    table, tables, tiles = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int64)
     rows = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.uint32), np.zeros(1, np.int32)
-    number, norms, shape = np.float32(1), (own, own), (1, 1, 1, 1, 1)
+    number, norms, shape, address = np.float32(1), (own, own), (1, 1, 1, 1, 1), np.int64(0)
     return [
-        (attend_tiles, (wide, own, own, tables, tiles, shape, number, 0, own, 1)),
+        (attend_many, (wide, own, own, table, 1, 1, 1, 1, shape, number, 1, own)),
+        (attend_tiles, (wide, own, own, tables, tiles, shape, number, 0, own, (address, address), 1)),
         (decoder_layer._place_many, (wide, 1, shape, norms, number, wide, places, places, own, own, 1)),
-        (normalize_rows, (wide, 1, 1, own, number, own)),
-        (multiply_rows, (own, 1, 1, own, wide, wide, 1)),
-        (draw_rows, rows),
+        (decoder_layer._norm_many, (wide, 1, 1, own, number, own, 1)),
+        (decoder_layer._project, (address, own, 1, 1, own, own, wide, 1, 1)),
+        (decoder_layer._add_product, (address, own, 1, 1, own, own, wide, 1, 1)),
+        (decoder_layer._gate_product, (address, own, 1, 1, own, own, 1, own, 1)),
         (highest_of_rows, (wide, 1, 1, rows[2])),
+        (draw_rows, rows),
     ]
 
 
-def other_parts(name: str) -> list[Part]:
-    """Return the other half: all layers for few tokens, and the rest of what ``run_layer`` calls."""
-    from maniple_kernels.cpu import decoder_layer
-    from maniple_kernels.cpu.decode_layers import run_decode_layers
+def step_parts(name: str) -> list[Part]:
+    """Return the other half: all layers for few tokens, what both call, and the head."""
+    from maniple_kernels.cpu.decode_layers import go_through, run_decode_layers
+    from maniple_kernels.cpu.linear import multiply_rows
+    from maniple_kernels.cpu.paged_attention import attend_few
+    from maniple_kernels.cpu.panel_products import multiply_panel
+    from maniple_kernels.cpu.rms_norm import normalize_rows
 
     own, wide, places = np.zeros(1, _TYPES[name][1]), np.zeros(1, np.float32), np.zeros(1, np.int64)
-    tables, tiles, memory = np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int64), np.zeros((1, 14, 2), np.int64)
-    number, shape = np.float32(1), (1, 1, 1, 1, 1)
-    decoding = wide, 1, 1, memory, places, (wide, wide, wide, own, own), wide, (places, places), tables, tiles
+    table, tables, tiles = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int64)
+    number, shape, address, memory = np.float32(1), (1, 1, 1, 1, 1), np.int64(0), np.zeros((1, 14, 2), np.int64)
+    step: tuple[Any, ...] = 1, 1, memory, places, (wide, wide, wide, own, own), wide, (places, places), tables, tiles
+    step += shape, number, number, (address, address), address
     return [
-        (run_decode_layers, (*decoding, shape, number, number, 1)),
-        (decoder_layer._norm_many, (wide, 1, 1, own, number, own, 1)),
-        (decoder_layer._project, (own, 1, 1, own, own, wide, 1, 1)),
-        (decoder_layer._add_product, (own, 1, 1, own, own, wide, 1, 1)),
-        (decoder_layer._gate_product, (own, 1, 1, own, own, 1, own, 1)),
+        (attend_few, (wide, own, own, table, 1, 1, 1, 1, shape, number, 1, own)),
+        (multiply_panel, (own, 1, 1, 1, own, 1, wide, 1, 1, True)),
+        (go_through, (1, (places, places, places), *step, 1)),
+        (run_decode_layers, (wide, *step, address, 1)),
+        (normalize_rows, (wide, 1, 1, own, number, own)),
+        (multiply_rows, (own, 1, 1, own, wide, wide, address, 1)),
     ]
 
 
@@ -102,7 +108,7 @@ def compiling_ahead(dtype: torch.dtype | None) -> Iterator[Callable[[], None]]:
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
 
     def finish() -> None:
-        for part in other_parts(name):
+        for part in step_parts(name):
             compile_part(part)
         process.wait()
 
@@ -137,7 +143,7 @@ def main() -> None:
     gc.disable()  # what a compiler makes it keeps, and this process lives for seconds
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if has_cpu_kernels():
-        for part in attention_parts(name):
+        for part in layer_parts(name):
             compile_part(part)
         _mark(name).touch()
     os._exit(0)

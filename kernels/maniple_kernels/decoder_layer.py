@@ -133,9 +133,10 @@ class DecoderLayers:
             kv: key and value cache of each layer, as in ``paged_attention``; written.
             plan: of this step.
         """
-        from maniple_kernels.cpu.decode_layers import run_decode_layers
+        from maniple_kernels.cpu.decode_layers import decode_address, run_decode_layers
         from maniple_kernels.cpu.decoder_layer import run_layer
-        from maniple_kernels.cpu.paged_attention import FEW_ROWS
+        from maniple_kernels.cpu.paged_attention import FEW_ROWS, attend_addresses
+        from maniple_kernels.cpu.panel_products import multiply_panel_address
         from maniple_kernels.cpu.quantized_layer import run_quantized_layer
         from maniple_kernels.cpu.simd import flat
         from maniple_kernels.cpu.threads import use_threads
@@ -147,6 +148,8 @@ class DecoderLayers:
         sizes = shape.num_kv_heads, group, shape.head_dim, kv[0][0].shape[3], width
         stream, tokens = flat(residual), (positions.numpy(), slots.numpy())
         num_threads = use_threads(num_tokens * shape.size * (width + 3 * shape.inner_size))
+        own, wide = self._caches[0][0].dtype, stream.dtype
+        ways = attend_addresses(wide, own, wide if self._is_quantized else own)
         is_few = num_tokens <= _FEW_TOKENS and group <= FEW_ROWS and not self._is_quantized
         if is_few and num_tokens == len(plan.tiles):
             self._make_room_for_few(num_tokens, width)
@@ -164,6 +167,9 @@ class DecoderLayers:
                 sizes,
                 np.float32(shape.eps),
                 np.float32(shape.scale * LOG2_E),
+                ways,
+                multiply_panel_address(own),
+                decode_address(own),
                 num_threads,
             )
             return
@@ -172,13 +178,13 @@ class DecoderLayers:
             given: list[Any] = [stream, num_tokens, shape.size, products, norms, self._buffers, self._cos_sin, tokens]
             given += cache, plan.block_tables
             if self._is_quantized:
-                given += plan.tiles, sizes, numbers, num_threads
+                given += plan.tiles, sizes, numbers, ways, num_threads
                 run_quantized_layer(*given)
             else:
                 wants_all = plan.wanted is None or index + 1 < len(self._weights)
                 tiles = plan.tiles if wants_all else plan.wanted_tiles()
                 wanted = _NO_TOKENS if plan.wanted is None else plan.wanted
-                given += tiles, wanted, wants_all, sizes, numbers, num_threads
+                given += tiles, wanted, wants_all, sizes, numbers, ways, multiply_panel_address(own), num_threads
                 run_layer(*given)
 
     def _make_room_for_few(self, num_tokens: int, width: int) -> None:

@@ -55,6 +55,7 @@ def multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, dtype: torch
         [num_rows, out_features], a new tensor. A row has the same bits whatever the others.
     """
     from maniple_kernels.cpu.linear import multiply_rows
+    from maniple_kernels.cpu.panel_products import multiply_panel_address
     from maniple_kernels.cpu.simd import flat
     from maniple_kernels.cpu.threads import use_threads
 
@@ -63,5 +64,7 @@ def multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, dtype: torch
     if num_rows == 0:
         return out
     biases = _NO_BIAS if bias is None else flat(bias)
-    multiply_rows(flat(x), num_rows, num_inputs, flat(panels), biases, flat(out), use_threads(panels.numel()))
+    weights = flat(panels)
+    multiply = multiply_panel_address(weights.dtype)
+    multiply_rows(flat(x), num_rows, num_inputs, weights, biases, flat(out), multiply, use_threads(panels.numel()))
     return out

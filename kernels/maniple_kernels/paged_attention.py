@@ -180,22 +180,24 @@ def paged_attention(
     if soft_cap > 0 or not fits_cpu_kernels(query, head_dim, block_size):
         note_reference("paged_attention", query.device, query.dtype)
         return paged_attention_reference(query, key_cache, value_cache, plan, scale, window, soft_cap)
-    from maniple_kernels.cpu.paged_attention import attend_tiles
+    from maniple_kernels.cpu.paged_attention import attend_addresses, attend_tiles
     from maniple_kernels.cpu.simd import flat, flat_span
     from maniple_kernels.cpu.threads import use_threads
 
     out = torch.empty(query.shape, dtype=query.dtype)
     num_threads = use_threads(plan.num_pairs * query.shape[1] * head_dim)
+    queries, keys, attended = flat_span(query), flat(key_cache), flat(out)
     attend_tiles(
-        flat_span(query),
-        flat(key_cache),
+        queries,
+        keys,
         flat(value_cache),
         plan.block_tables,
         plan.tiles,
         (num_kv_heads, query.shape[1] // num_kv_heads, head_dim, block_size, query.stride(0)),
         np.float32(scale * LOG2_E),
         window,
-        flat(out),
+        attended,
+        attend_addresses(queries.dtype, keys.dtype, attended.dtype),
         num_threads,
     )
     return out

@@ -14,10 +14,10 @@ from numba import njit, prange
 from maniple_kernels.cpu.claims import claim, nothing_taken
 from maniple_kernels.cpu.linear import ROWS
 from maniple_kernels.cpu.paged_attention import attend_tiles
-from maniple_kernels.cpu.panel_products import PANEL, multiply_panel
+from maniple_kernels.cpu.panel_products import PANEL, call_multiply_panel
 from maniple_kernels.cpu.rms_norm import _normalize
 from maniple_kernels.cpu.silu_mul import gate
-from maniple_kernels.cpu.simd import LANES, add, load, mul, store, sub
+from maniple_kernels.cpu.simd import LANES, add, copy, load, mul, store, sub
 
 _FEW_TOKENS = 4  # at a time, of norms and angles: one is not worth a claim
 
@@ -73,11 +73,13 @@ def _place_heads(qkv, token, shape, norms, eps, cos_sin, position, slot, keys, v
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _add_panel(x, num_rows, num_inputs, panels, bias, panel, sums, residual, width):
+def _add_panel(multiply, x, num_rows, num_inputs, panels, bias, panel, sums, residual, width):
     """Add a panel of products to the residual stream."""
     for first in range(0, num_rows, ROWS):
         count = min(ROWS, num_rows - first)
-        multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL, True)
+        call_multiply_panel(
+            multiply, (x, first * num_inputs, count, num_inputs, panels, panel, sums, 0, PANEL, True)
+        )  # fmt: skip
         for row in range(count):
             for i in range(0, PANEL, LANES):
                 value = load(sums, row * PANEL + i)
@@ -88,13 +90,14 @@ def _add_panel(x, num_rows, num_inputs, panels, bias, panel, sums, residual, wid
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _gate_panel(x, num_rows, num_inputs, panels, bias, panel, num_panels, gates, ups, inner):
+def _gate_panel(multiply, x, num_rows, num_inputs, panels, bias, panel, num_panels, gates, ups, inner):
     """Write silu(gate) * up for a panel of gates and the panel of ups that belongs to it."""
     width = num_panels * PANEL
     for first in range(0, num_rows, ROWS):
         count = min(ROWS, num_rows - first)
-        multiply_panel(x, first * num_inputs, count, num_inputs, panels, panel, gates, 0, PANEL, True)
-        multiply_panel(x, first * num_inputs, count, num_inputs, panels, num_panels + panel, ups, 0, PANEL, True)
+        start, of_ups = first * num_inputs, num_panels + panel
+        call_multiply_panel(multiply, (x, start, count, num_inputs, panels, panel, gates, 0, PANEL, True))
+        call_multiply_panel(multiply, (x, start, count, num_inputs, panels, of_ups, ups, 0, PANEL, True))
         for row in range(count):
             for i in range(0, PANEL, LANES):
                 left, right = load(gates, row * PANEL + i), load(ups, row * PANEL + i)
@@ -119,12 +122,13 @@ def _norm_many(residual, num_tokens, size, norm, eps, normed, num_threads):
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _project(x, num_tokens, size, panels, bias, qkv, width, num_threads):
+def _project(multiply, x, num_tokens, size, panels, bias, qkv, width, num_threads):
     taken, num_panels = nothing_taken(num_threads), width // PANEL
     for thread in prange(num_threads):
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:
-            multiply_panel(x, 0, num_tokens, size, panels, panel, qkv, panel * PANEL, width, True)
+            at = panel * PANEL
+            call_multiply_panel(multiply, (x, 0, num_tokens, size, panels, panel, qkv, at, width, True))
             if len(bias):
                 for token in range(num_tokens):
                     for i in range(panel * PANEL, (panel + 1) * PANEL, LANES):
@@ -146,24 +150,24 @@ def _place_many(qkv, num_tokens, shape, norms, eps, cos_sin, positions, slots, k
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _add_product(x, num_rows, num_inputs, panels, bias, residual, size, num_threads):
+def _add_product(multiply, x, num_rows, num_inputs, panels, bias, residual, size, num_threads):
     taken, num_panels = nothing_taken(num_threads), size // PANEL
     for thread in prange(num_threads):
         sums = np.empty(ROWS * PANEL, np.float32)
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:
-            _add_panel(x, num_rows, num_inputs, panels, bias, panel, sums, residual, size)
+            _add_panel(multiply, x, num_rows, num_inputs, panels, bias, panel, sums, residual, size)
             panel, helped = claim(taken, num_panels, thread, helped)
 
 
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def _gate_product(x, num_tokens, size, panels, bias, num_panels, inner, num_threads):
+def _gate_product(multiply, x, num_tokens, size, panels, bias, num_panels, inner, num_threads):
     taken = nothing_taken(num_threads)
     for thread in prange(num_threads):
         gates, ups = np.empty(ROWS * PANEL, np.float32), np.empty(ROWS * PANEL, np.float32)
         panel, helped = claim(taken, num_panels, thread, 0)
         while panel < num_panels:
-            _gate_panel(x, num_tokens, size, panels, bias, panel, num_panels, gates, ups, inner)
+            _gate_panel(multiply, x, num_tokens, size, panels, bias, panel, num_panels, gates, ups, inner)
             panel, helped = claim(taken, num_panels, thread, helped)
 
 
@@ -184,6 +188,8 @@ def run_layer(
     wants_all,
     shape,
     numbers,
+    ways,
+    multiply,
     num_threads,
 ):
     """Run a layer, in place on the residual stream.
@@ -208,6 +214,8 @@ def run_layer(
         wants_all: all are, whatever ``wanted`` is.
         shape: (num_kv_heads, query heads per KV head, head_dim, block_size, width of qkv).
         numbers: (eps, softmax scale times log2(e), window).
+        ways: of ``attend_addresses``.
+        multiply: of ``multiply_panel_address``.
         num_threads: of ``use_threads``.
     """
     qkv_panels, qkv_bias, output_panels, output_bias, gate_panels, gate_bias, down_panels, down_bias = products
@@ -221,23 +229,22 @@ def run_layer(
     num_inner = len(down_panels) // size
 
     _norm_many(residual, num_tokens, size, attention_norm, eps, normed, num_threads)
-    _project(normed, num_tokens, size, qkv_panels, qkv_bias, qkv, width, num_threads)
+    _project(multiply, normed, num_tokens, size, qkv_panels, qkv_bias, qkv, width, num_threads)
     _place_many(qkv, num_tokens, shape, (q_norm, k_norm), eps, cos_sin, positions, slots, keys, values, num_threads)
     if not wants_all and len(wanted) == 0:
         return
-    attend_tiles(qkv, keys, values, tables, tiles, shape, scale, window, attended, num_threads)
+    attend_tiles(qkv, keys, values, tables, tiles, shape, scale, window, attended, ways, num_threads)
     stream, num_rows = residual, num_tokens
     if not wants_all:
         num_rows = len(wanted)
         stream = np.empty(num_rows * size, np.float32)
         for i, token in enumerate(wanted):
-            stream[i * size : (i + 1) * size] = residual[token * size : (token + 1) * size]
-            theirs = attended[token * attended_size : (token + 1) * attended_size]
-            attended[i * attended_size : (i + 1) * attended_size] = theirs
-    _add_product(attended, num_rows, attended_size, output_panels, output_bias, stream, size, num_threads)
+            copy(residual, token * size, stream, i * size, size)
+            copy(attended, token * attended_size, attended, i * attended_size, attended_size)
+    _add_product(multiply, attended, num_rows, attended_size, output_panels, output_bias, stream, size, num_threads)
     _norm_many(stream, num_rows, size, mlp_norm, eps, normed, num_threads)
-    _gate_product(normed, num_rows, size, gate_panels, gate_bias, num_inner // PANEL, inner, num_threads)
-    _add_product(inner, num_rows, num_inner, down_panels, down_bias, stream, size, num_threads)
+    _gate_product(multiply, normed, num_rows, size, gate_panels, gate_bias, num_inner // PANEL, inner, num_threads)
+    _add_product(multiply, inner, num_rows, num_inner, down_panels, down_bias, stream, size, num_threads)
     if not wants_all:
         for i, token in enumerate(wanted):
-            residual[token * size : (token + 1) * size] = stream[i * size : (i + 1) * size]
+            copy(stream, i * size, residual, token * size, size)

@@ -11,10 +11,14 @@ exact zeros to it.
 # (numba compiles these bodies with types of its own)
 from __future__ import annotations
 
+import functools
+
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.np.numpy_support import from_dtype
 
 from maniple_kernels.cpu.cache_products import multiply_cached
+from maniple_kernels.cpu.calls import address_of, array, caller
 from maniple_kernels.cpu.claims import claim, nothing_taken
 from maniple_kernels.cpu.online_softmax import LEAST, SPAN, ZERO, weigh
 from maniple_kernels.cpu.simd import LANES, load, mul, splat, store, sum_lanes
@@ -32,17 +36,11 @@ def _copy_visible(values, base, dim, begin, end, copy):
 
 
 @njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def attend(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out):
-    """Attend for the queries [first_query, first_query + num_queries) of one request and one KV head."""
-    if num_queries * shape[1] > FEW_ROWS:
-        attend_many(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out)
-    else:
-        attend_few(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out)
-
-
-@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def attend_few(query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out):
-    """As ``attend``, for at most ``FEW_ROWS`` queries of all heads."""
+    """Attend for the queries [first_query, first_query + num_queries) of one request and one KV head.
+
+    For at most ``FEW_ROWS`` queries of all heads; ``attend_many`` is for more.
+    """
     num_kv_heads, group, dim, block_size, stride = shape
     num_rows = num_queries * group
     acc = np.zeros(num_rows * dim, np.float32)
@@ -90,8 +88,35 @@ def attend_few(query, keys, values, table, first_query, num_queries, position, h
             store(out, start * dim + d, mul(load(acc, row * dim + d), inverse))
 
 
+def _kinds(query, own, out):
+    cache, size = array(own), types.int64
+    shape = types.UniTuple(size, 5)
+    return (
+        array(query), cache, cache, array(types.int32), size, size, size, size, shape, types.float32, size, array(out)
+    )  # fmt: skip
+
+
+_call = caller(lambda given: _kinds(given[0].dtype, given[1].dtype, given[11].dtype))
+
+
+@functools.cache
+def attend_addresses(query: np.dtype, cache: np.dtype, out: np.dtype) -> tuple[np.int64, np.int64]:
+    """Return the addresses of the attention of few and of many rows, for arrays of these types."""
+    kinds = _kinds(*map(from_dtype, (query, cache, out)))
+    return address_of(attend_few, kinds), address_of(attend_many, kinds)
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def attend(ways, query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out):
+    """Attend for some queries of one request and one KV head; ``ways`` are of ``attend_addresses``."""
+    way = ways[0] if num_queries * shape[1] <= FEW_ROWS else ways[1]
+    _call(
+        way, (query, keys, values, table, first_query, num_queries, position, head, shape, scale, window, out)
+    )  # fmt: skip
+
+
 @njit(error_model="numpy", nogil=True, parallel=True, cache=True)
-def attend_tiles(query, keys, values, tables, tiles, shape, scale, window, out, num_threads):
+def attend_tiles(query, keys, values, tables, tiles, shape, scale, window, out, ways, num_threads):
     """Attend for every tile and KV head.
 
     Args:
@@ -104,6 +129,7 @@ def attend_tiles(query, keys, values, tables, tiles, shape, scale, window, out, 
         scale: the softmax scale times log2(e).
         window: keys a query sees, itself included; 0: all before it.
         out: flat [num_tokens, num_heads, head_dim].
+        ways: of ``attend_addresses``.
         num_threads: of ``use_threads``.
     """
     num_kv_heads = shape[0]
@@ -113,5 +139,5 @@ def attend_tiles(query, keys, values, tables, tiles, shape, scale, window, out, 
         while item < num_items:
             request, first, count, position = tiles[item // num_kv_heads]
             head = item % num_kv_heads
-            attend(query, keys, values, tables[request], first, count, position, head, shape, scale, window, out)
+            attend(ways, query, keys, values, tables[request], first, count, position, head, shape, scale, window, out)
             item, helped = claim(taken, num_items, thread, helped)

@@ -11,13 +11,17 @@ Whatever the rows beside it, a row's sum is added up input by input, in order: i
 # (numba compiles these bodies with types of its own)
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.numpy_support import from_dtype
 
+from maniple_kernels.cpu.calls import address_of, array, caller
 from maniple_kernels.cpu.simd import BFLOAT, LANES, _element, _spread, has_feature
 
 PANEL = 32  # outputs
@@ -168,3 +172,18 @@ def multiply_panel(x, x_start, num_rows, num_inputs, panels, panel, out, at, gap
         row += 2
     if row < num_rows:
         _one(x, x_start + row * num_inputs, num_inputs, panels, start, out, at + row * gap, gap, begins)
+
+
+def _kinds(own):
+    many, size = array(own), types.int64
+    return many, size, size, size, many, size, array(types.float32), size, size, types.boolean
+
+
+call_multiply_panel = caller(lambda given: _kinds(given[0].dtype))
+"""As ``multiply_panel``, through its address."""
+
+
+@functools.cache
+def multiply_panel_address(dtype: np.dtype) -> np.int64:
+    """Return the address of ``multiply_panel`` for panels of the type."""
+    return address_of(multiply_panel, _kinds(from_dtype(dtype)))

@@ -91,6 +91,7 @@ def run_quantized_layer(
     tiles,
     shape,
     numbers,
+    ways,
     num_parts,
 ):
     """Run a layer, in place on the residual stream.
@@ -110,6 +111,7 @@ def run_quantized_layer(
         tiles: as in ``paged_attention``.
         shape: (num_kv_heads, query heads per KV head, head_dim, block_size, width of qkv).
         numbers: (eps, softmax scale times log2(e), window).
+        ways: of ``attend_addresses``.
         num_parts: threads.
     """
     qkv_weights, qkv_bias, output_weights, output_bias, gate_weights, gate_bias, down_weights, down_bias = products
@@ -131,8 +133,8 @@ def run_quantized_layer(
         _place_rows(qkv, 0, num_tokens, shape, (norms[2], norms[3]), eps, cos_sin, tokens, cache)
     for item in prange(len(tiles) * num_kv_heads):
         request, first, count, position = tiles[item // num_kv_heads]
-        head = item % num_kv_heads
-        attend(qkv, keys, values, tables[request], first, count, position, head, shape, scale, window, attended)
+        head = np.int64(item % num_kv_heads)
+        attend(ways, qkv, keys, values, tables[request], first, count, position, head, shape, scale, window, attended)
     for part in prange(num_parts):
         multiply_part(
             np.int64(part), num_parts, attended, num_tokens, attended_groups, output_weights, output_bias, rows,

@@ -288,3 +288,10 @@ def exp2(x):
     y = fma(y, rest, splat(np.float32(6.931472028550421e-1)))
     y = fma(y, rest, splat(np.float32(1.0)))
     return mul(y, _power_of_two(whole))
+
+
+@njit(error_model="numpy", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def copy(source, start, target, at, size):
+    """Copy some vectors; numba takes seconds to compile the same for slices, whose sizes it must compare."""
+    for i in range(0, size, LANES):
+        store(target, at + i, load(source, start + i))

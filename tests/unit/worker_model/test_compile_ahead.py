@@ -14,7 +14,7 @@ import torch
 from maniple_kernels import compile_ahead
 from maniple_kernels.argmax import finite_argmax
 from maniple_kernels.backend import has_cpu_kernels
-from maniple_kernels.compile_ahead import attention_parts, compiling_ahead, other_parts, types_of
+from maniple_kernels.compile_ahead import compiling_ahead, layer_parts, step_parts, types_of
 from support.runner_driver import RunnerDriver
 from support.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
 
@@ -52,16 +52,16 @@ def test_parts_are_compiled_for_the_types_that_a_layer_calls_them_with(name: str
     driver.runner._run_dummy(kv, [3])
     driver.runner._run_dummy(kv, [1])
     finite_argmax(torch.zeros(1, 32))
-    own = types_of(attention_parts(name)[0][1])[1]
+    own = types_of(layer_parts(name)[0][1])[1]
     called_as = next(
         types for types in run_layer.signatures if types[8][0] == own
     )  # one that was fused, over this cache
     infer_types(run_layer.py_func, called_as)  # of itself it came out of the cache, without what it calls
     known: dict[str, set[Any]] = {}
     for kind in ("float32", "bfloat16"):
-        for function, arguments in (*attention_parts(kind), *other_parts(kind)):
+        for function, arguments in (*layer_parts(kind), *step_parts(kind)):
             known.setdefault(function.__name__, set()).add(types_of(arguments))
-    for function, arguments in (*attention_parts(name), *other_parts(name)):
+    for function, arguments in (*layer_parts(name), *step_parts(name)):
         assert types_of(arguments) in function.signatures, function.__name__
         if function.__name__.startswith("_"):  # a layer alone calls it
             assert set(function.signatures) <= known[function.__name__], function.__name__
