@@ -43,7 +43,9 @@ def pack_panels(weight: Tensor, empty: Callable[[tuple[int, ...], torch.dtype], 
     return panels.copy_(weight.view(out_features // PANEL, PANEL, in_features // step, step).transpose(1, 2))
 
 
-def multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def multiply_panels(
+    x: Tensor, panels: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """Multiply.
 
     Args:
@@ -51,8 +53,9 @@ def multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, dtype: torch
         panels: of ``pack_panels``.
         bias: [out_features] float32 or bfloat16.
         dtype: of the result, float32 or bfloat16.
+        out: where the result is written, of its shape and type, contiguous; None: into a new tensor.
     Returns:
-        [num_rows, out_features], a new tensor. A row has the same bits whatever the others.
+        [num_rows, out_features]. A row has the same bits whatever the others.
     """
     from maniple_kernels.cpu.linear import multiply_rows
     from maniple_kernels.cpu.panel_products import multiply_panel_address
@@ -60,7 +63,8 @@ def multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, dtype: torch
     from maniple_kernels.cpu.threads import use_threads
 
     num_rows, num_inputs = x.shape
-    out = torch.empty((num_rows, len(panels) * PANEL), dtype=dtype)
+    if out is None:
+        out = torch.empty((num_rows, len(panels) * PANEL), dtype=dtype)
     if num_rows == 0:
         return out
     biases = _NO_BIAS if bias is None else flat(bias)

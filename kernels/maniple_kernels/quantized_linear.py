@@ -117,7 +117,9 @@ def quantized_linear_reference(x: Tensor, weights: GroupedWeights, bias: Tensor 
     return (y if bias is None else y + bias).to(dtype)
 
 
-def quantized_linear(x: Tensor, weights: GroupedWeights, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def quantized_linear(
+    x: Tensor, weights: GroupedWeights, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """Multiply.
 
     Args:
@@ -125,15 +127,18 @@ def quantized_linear(x: Tensor, weights: GroupedWeights, bias: Tensor | None, dt
         weights: of the layer.
         bias: [outputs] float32, a multiple of 16 of them.
         dtype: of the result.
+        out: float32, where the result is written if it is float32 and outputs are a multiple of 16; of its shape,
+            contiguous. None: into a new tensor.
     Returns:
-        [num_rows, outputs], a new tensor.
+        [num_rows, outputs].
     """
     from maniple_kernels.cpu.quantized_linear import multiply_rows
     from maniple_kernels.cpu.simd import flat
     from maniple_kernels.cpu.threads import use_threads
 
     num_rows, num_tiles = len(x), len(weights.codes)
-    out = torch.empty((num_rows, num_tiles * _LANES))
+    if out is None or out.shape[1] != num_tiles * _LANES:
+        out = torch.empty((num_rows, num_tiles * _LANES))
     if num_rows == 0:
         return out[:, : weights.num_outputs].to(dtype)
     num_threads = use_threads(num_rows * weights.num_inputs * num_tiles * _LANES)

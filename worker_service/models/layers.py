@@ -130,12 +130,12 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x, x.dtype)
 
-    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Multiply; the result is of ``dtype`` where the form of the weights allows to choose."""
+    def _product(self, x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Multiply; the result is of ``dtype``, and perhaps in ``out``, where the form of the weights allows it."""
         if self.grouped is not None:
-            return quantized_linear(x, self.grouped, self.bias if self._added_bias else None, dtype)
+            return quantized_linear(x, self.grouped, self.bias if self._added_bias else None, dtype, out)
         if self._panels is not None and self.is_for_panels(len(x)):
-            return multiply_panels(x, self._panels, self.bias if self._added_bias else None, dtype)
+            return multiply_panels(x, self._panels, self.bias if self._added_bias else None, dtype, out)
         return self._in_tiles(x) if self._placement.batch_invariant else self._multiply(x)
 
     def is_for_panels(self, num_rows: int) -> bool:
@@ -271,6 +271,7 @@ class VocabLinear(Linear):
         self._num_ids = len(placement.ids(vocab_size))
         super().__init__(placement, hidden_size, self._num_ids if tied_to is None else 0, bias=False)
         self._tied_to = tied_to
+        self._room = torch.empty(0)  # on the host, of scores
         if tied_to is not None:
             self.weight = tied_to.weight
 
@@ -298,7 +299,10 @@ class VocabLinear(Linear):
         return super().num_bytes - (0 if self._tied_to is None else self._tied_to.num_bytes)
 
     def scores(self, x: Tensor) -> Tensor | None:
-        """Return [num_rows, vocab_size] float32 scores on rank 0, which samples; None on the others."""
+        """Return [num_rows, vocab_size] float32 scores on rank 0, which samples; None on the others.
+
+        Valid until it is called again.
+        """
         scores = self._own_scores(x)
         placement = self._placement
         if placement.world_size == 1:
@@ -321,7 +325,17 @@ class VocabLinear(Linear):
         if x.is_cuda and x.dtype is not torch.float32:
             # Not rounded at all; to look for ties would make the host wait.
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        return exact_at_top(self._product(x, torch.float32), x, self.weight)
+        return exact_at_top(self._product(x, torch.float32, self._room_for(len(x))), x, self.weight)
+
+    def _room_for(self, num_rows: int) -> Tensor | None:
+        """Return where scores go: 6 MB for 32 rows, which would come and go, and leave holes, in every step."""
+        if self._placement.device.type != "cpu" or (self._panels is None and self.grouped is None):
+            return None
+        size = num_rows * self._num_ids
+        if len(self._room) < size:
+            self._room = torch.empty(0)  # the old goes before the new comes
+            self._room = torch.empty(size)
+        return self._room[:size].view(num_rows, self._num_ids)
 
 
 def exact_at_top(scores: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -250,7 +250,10 @@ class LlamaModel:
         return self.layers[0].attention.num_kv_heads
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return [num_rows, vocab_size] float32 scores of the residual streams ``hidden``; on ranks but 0 None."""
+        """Return [num_rows, vocab_size] float32 scores of the residual streams ``hidden``; on ranks but 0 None.
+
+        Valid until it is called again.
+        """
         return self.head.scores(self.final_hidden(hidden))
 
     def final_hidden(self, hidden: Tensor) -> Tensor:

@@ -88,7 +88,10 @@ class Model(Protocol):
         """Return [num_rows, hidden_size] behind the final norm, what an embedding is pooled from."""
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return [num_rows, vocab_size] float32 on rank 0, which samples; None on the others, which take part."""
+        """Return [num_rows, vocab_size] float32 on rank 0, which samples; None on the others, which take part.
+
+        Valid until it is called again.
+        """
 
 
 def load_model(
