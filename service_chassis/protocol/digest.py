@@ -10,7 +10,8 @@ kept number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 
 MASK64 = (1 << 64) - 1
 # From so many blocks at once on numpy is quicker: a long prompt, a row that is taken over.
@@ -41,12 +42,25 @@ def token_term(c: int, position: int, token_id: int) -> int:
 
 
 class _Row:
-    __slots__ = ("advance", "blocks", "c")
+    __slots__ = ("advance", "c", "terms")
 
     def __init__(self, c: int) -> None:
         self.c = c
-        self.blocks: dict[tuple[int, int], int] = {}  # (kv_group, index) -> term
+        # By kv_group, the terms of the blocks in the order of the table; 0 where none was put. Numbers and no objects:
+        # what a row keeps of a block is looked at again by nobody, the garbage collector included.
+        self.terms: dict[int, array[int]] = {}
         self.advance = 0  # tokens it advances by when not mentioned
+
+    def put(self, kv_group: int, first_index: int, terms: Sequence[int]) -> int:
+        """Keep terms of blocks at consecutive places; return by how much their sum grew."""
+        kept = self.terms.get(kv_group)
+        if kept is None:
+            kept = self.terms[kv_group] = array("Q")
+        if len(kept) < first_index:
+            kept.extend([0] * (first_index - len(kept)))
+        replaced = kept[first_index : first_index + len(terms)]
+        kept[first_index : first_index + len(terms)] = array("Q", terms)
+        return sum(terms) - sum(replaced)
 
 
 class StateDigest:
@@ -83,8 +97,8 @@ class StateDigest:
         """Take a row's tokens and blocks out; it stays, and does not advance any more (preemption)."""
         row = self._rows[req_index]
         self.set_advance(req_index, 0)
-        self._digest -= row.c * num_computed_tokens + sum(row.blocks.values())
-        row.blocks.clear()
+        self._digest -= row.c * num_computed_tokens + sum(map(sum, row.terms.values()))
+        row.terms.clear()
 
     def compute(self, req_index: int, num_tokens: int) -> None:
         """Count ``num_tokens`` more computed tokens of a row (negative: take back)."""
@@ -102,19 +116,19 @@ class StateDigest:
         row = self._rows[req_index]
         ids = list(block_ids)
         if len(ids) == 1:  # a row that decodes gets one at a time
-            term = block_term(row.c, kv_group, first_index, ids[0])
-            self._digest += term - row.blocks.get((kv_group, first_index), 0)
-            row.blocks[kv_group, first_index] = term
-            return
-        if len(ids) < _MANY_BLOCKS:
+            term, kept = block_term(row.c, kv_group, first_index, ids[0]), row.terms.get(kv_group)
+            if kept is not None and len(kept) == first_index:
+                kept.append(term)
+                self._digest += term
+                return
+            terms = [term]
+        elif len(ids) < _MANY_BLOCKS:
             terms = [block_term(row.c, kv_group, index, block_id) for index, block_id in enumerate(ids, first_index)]
         else:
             from service_chassis.protocol.arrays import block_terms  # which is written in terms of this module
 
             terms = block_terms(row.c, kv_group, first_index, ids)
-        for index, term in enumerate(terms, first_index):
-            self._digest += term - row.blocks.get((kv_group, index), 0)
-            row.blocks[kv_group, index] = term
+        self._digest += row.put(kv_group, first_index, terms)
 
     def advance_unmentioned(self) -> None:
         """Count one step of every row's standing advance; undo it with ``compute`` for rows that were mentioned."""

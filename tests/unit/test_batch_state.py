@@ -353,7 +353,7 @@ def same(a, b):
         return np.array_equal(a, b)
     if isinstance(a, StateDigest):
         contents = [
-            (d.value, d._steady, {row: (r.c, r.advance, r.blocks) for row, r in d._rows.items()}) for d in (a, b)
+            (d.value, d._steady, {row: (r.c, r.advance, r.terms) for row, r in d._rows.items()}) for d in (a, b)
         ]
         return contents[0] == contents[1]
     return a == b
