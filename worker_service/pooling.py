@@ -48,7 +48,7 @@ class Pooler:
         Raises:
             NonFiniteHiddenStates: a vector holds NaN or an infinity.
         """
-        if not self._rows:
+        if self.is_empty:
             return ()
         vectors: dict[int, Float32Array] = {}
         for place, row in enumerate(work.rows.tolist()):  # a few, each with a chunk of a prompt
@@ -69,6 +69,11 @@ class Pooler:
             elif is_complete:
                 vectors[row] = _vector(sum_of(place, stop - 1, stop), pooling, row)
         return tuple(vectors[row] for row in work.pooled)
+
+    @property
+    def is_empty(self) -> bool:
+        """No row of the batch ends with a vector."""
+        return not self._rows
 
     def has_rows(self, work: StepWork) -> bool:
         """Say whether some row of a work, or that enters with it, ends with a vector."""

@@ -78,17 +78,7 @@ def plan_attention(
     wanted: npt.NDArray[np.int64] | None = None,
 ) -> AttentionPlan:
     """Cut the step into tiles, dealt out so that contiguous shares of them take the threads equally long."""
-    counts = np.diff(query_start_loc).astype(np.int64)
-    are_many = int((counts // _TILE_QUERIES).sum()) >= _TILES_PER_THREAD * num_threads
-    tile_queries = _TILE_QUERIES if are_many else _FEW_QUERIES
-    num_tiles = -(-counts // tile_queries)
-    request = np.repeat(np.arange(len(counts)), num_tiles)
-    within = (np.arange(len(request)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_queries
-    tiles = np.empty((len(request), 4), np.int64)
-    tiles[:, 0] = request
-    tiles[:, 1] = query_start_loc[:-1][request] + within
-    tiles[:, 2] = np.minimum(tile_queries, counts[request] - within)
-    tiles[:, 3] = (seq_lens - counts)[request] + within
+    tiles = _cut(query_start_loc, seq_lens, num_threads)
     costs = tiles[:, 2] * (tiles[:, 3] + tiles[:, 2])
     if num_threads > 1 and len(tiles) > 1:
         costliest_first = np.argsort(-costs, kind="stable")
@@ -101,6 +91,29 @@ def plan_attention(
         num_pairs=int(costs.sum()),
         wanted=wanted,
     )
+
+
+def _cut(
+    query_start_loc: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], num_threads: int
+) -> npt.NDArray[np.int64]:
+    """Return ``tiles`` of a step in the order of its tokens."""
+    counts = np.diff(query_start_loc).astype(np.int64)
+    if (counts == 1).all():  # nothing but decodes, as in most steps
+        tiles = np.ones((len(counts), 4), np.int64)
+        tiles[:, 0] = tiles[:, 1] = query_start_loc[:-1]
+        tiles[:, 3] = seq_lens - 1
+        return tiles
+    are_many = int((counts // _TILE_QUERIES).sum()) >= _TILES_PER_THREAD * num_threads
+    tile_queries = _TILE_QUERIES if are_many else _FEW_QUERIES
+    num_tiles = -(-counts // tile_queries)
+    request = np.repeat(np.arange(len(counts)), num_tiles)
+    within = (np.arange(len(request)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_queries
+    tiles = np.empty((len(request), 4), np.int64)
+    tiles[:, 0] = request
+    tiles[:, 1] = query_start_loc[:-1][request] + within
+    tiles[:, 2] = np.minimum(tile_queries, counts[request] - within)
+    tiles[:, 3] = (seq_lens - counts)[request] + within
+    return tiles
 
 
 def paged_attention_reference(

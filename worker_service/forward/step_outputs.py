@@ -73,8 +73,9 @@ class StepOutputs:
             return None
         if any(asked.num_prompt is not None for asked in self._batch.sampling.logprobs.values()):
             return None
-        tokens = _sampled_tokens(work)
-        return tokens if len(tokens) < work.num_scheduled_tokens.sum() else None
+        if np.count_nonzero(work.samples) == work.num_scheduled_tokens.sum():
+            return None
+        return _sampled_tokens(work)
 
     def take(self, work: StepWork, hidden: Tensor, group: ProcessGroup) -> Said:
         """Sample, report and pool; append what was sampled to the batch. All ranks of ``group`` call it."""
@@ -168,6 +169,8 @@ class StepOutputs:
 
     def _pool(self, work: StepWork, hidden: Tensor) -> tuple[Float32Array, ...]:
         """Pool hidden states where they are asked for: all ranks have them, the output rank answers."""
+        if self._pooler.is_empty:
+            return ()
         starts = np.cumsum(work.num_scheduled_tokens) - work.num_scheduled_tokens - work.num_computed_tokens
 
         def sum_of(place: int, start: int, stop: int) -> Float64Array:
