@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib
@@ -13,11 +12,12 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import structlog
 import torch
 from torch import Tensor
+
+from maniple_kernels.kept_code import keep_compiled
 
 LANES = 16  # of cpu/simd.py: sizes that are walked by lanes must be multiples
 
@@ -74,22 +74,9 @@ def _set_up() -> bool:
         importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
         return False
-    numba.config.CACHE_DIR = str(compiled_directory())
     numba.config.THREADING_LAYER = "omp"
-    _save_one_at_a_time(importlib.import_module("numba.core.caching").IndexDataCacheFile)
+    keep_compiled(compiled_directory())
     return True
-
-
-def _save_one_at_a_time(cache_file: Any) -> None:
-    """Let one process at a time add to a cache: of two at once, one would find its key and the other's code."""
-    save = cache_file.save
-
-    def locked_save(self: Any, key: Any, data: Any) -> None:
-        with open(Path(self._cache_path) / "lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            save(self, key, data)
-
-    cache_file.save = locked_save
 
 
 def fits_cpu_kernels(tensor: Tensor, *sizes: int) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from maniple_kernels.backend import compiled_directory, has_cpu_kernels
+from maniple_kernels.kept_code import is_writable
 
 _TYPES = {"float32": (torch.float32, np.float32), "bfloat16": (torch.bfloat16, np.uint16)}
 
@@ -124,7 +125,9 @@ def _is_wanted(name: str) -> bool:
         return False
     from maniple_kernels.cpu.panel_products import has_products
 
-    return has_products(bfloat16=name == "bfloat16") and not _mark(name).exists()
+    if not has_products(bfloat16=name == "bfloat16") or _mark(name).exists():
+        return False
+    return is_writable(compiled_directory())  # else neither process finds what the other did
 
 
 def _mark(name: str) -> Path:
