@@ -45,6 +45,7 @@ NOT_OURS = {
 
 # Of what a peer sends only so much gets into a line of the log.
 MAX_LOG_LINE = 8000
+_GONE_WITHIN_S = 5.0  # a rank that was told to go; it takes one second at most
 PROMPT = [5, 250, 17, 0, 5]
 
 
@@ -316,6 +317,8 @@ class Ranks:
         asked, ended = asyncio.ensure_future(self.worker.describe()), asyncio.ensure_future(self.worker.process.wait())
         await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
         is_answered = asked.done() and asked.exception() is None
+        if not is_answered:  # told to go it ends the calls that run, and is gone a moment later
+            await asyncio.wait({ended}, timeout=_GONE_WITHIN_S)
         for one in (asked, ended):
             one.cancel()
         if is_answered:

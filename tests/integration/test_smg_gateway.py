@@ -108,6 +108,11 @@ def gateway_port(gateway_ports: tuple[int, int]) -> int:
     return gateway_ports[0]
 
 
+def lines_of(events: str) -> list[str]:
+    """Return the lines that hold something. Text in them may hold what else Unicode counts as the end of a line."""
+    return [line for line in events.split("\n") if line]
+
+
 def chat(port: int, **options: object) -> str:
     body = {"model": "maniple", "messages": [{"role": "user", "content": "Salve?"}], **options}
     status, answer = exchange(port, "POST", "/v1/chat/completions", body)
@@ -125,7 +130,7 @@ def test_gateway_answers_a_chat_completion(gateway_port: int) -> None:
 
 
 def test_gateway_streams_a_chat_completion(gateway_port: int) -> None:
-    lines = [line.removeprefix("data: ") for line in chat(gateway_port, stream=True).splitlines() if line]
+    lines = [line.removeprefix("data: ") for line in lines_of(chat(gateway_port, stream=True))]
     assert lines[-1] == "[DONE]"
     choices = [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
     assert "".join(choice["delta"].get("content") or "" for choice in choices) == ANSWER
@@ -149,7 +154,7 @@ def test_gateway_passes_log_probabilities_on(gateway_port: int) -> None:
 
 
 def test_gateway_streams_log_probabilities(gateway_port: int) -> None:
-    lines = chat(gateway_port, stream=True, max_tokens=4, logprobs=True, top_logprobs=1).splitlines()
+    lines = lines_of(chat(gateway_port, stream=True, max_tokens=4, logprobs=True, top_logprobs=1))
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     told = [
         one
@@ -271,7 +276,7 @@ def test_client_that_goes_frees_its_request_and_a_drain_is_seen_while_streams_fi
                     assert time.monotonic() < deadline
                     time.sleep(0.02)
                 assert load() == 1, "it was over before the gateway saw the drain"
-                lines = [line for line in response.read().decode().splitlines() if line]
+                lines = lines_of(response.read().decode())
             assert lines[-1] == "data: [DONE]"
             choices = [one for line in lines[:-1] for one in json.loads(line.removeprefix("data: "))["choices"]]
             assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["length"]
