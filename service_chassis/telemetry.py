@@ -94,7 +94,8 @@ def _bounded(logger: object, method: str, event: EventDict) -> EventDict:
 # The call was over when its status was sent: the client went away, or its deadline passed, in the moment before. What a
 # handler of ours was refused in such a moment, it hears itself (service_chassis/interceptors.py).
 # A header was no text: it is a client's, and may be a token.
-_NOT_WORTH_A_LINE = {"ExecuteBatchError", "UnicodeDecodeError"}
+# A server that stops cancels the calls that run: what they raise then is no error of theirs.
+_NOT_WORTH_A_LINE = {"CancelledError", "ExecuteBatchError", "UnicodeDecodeError"}
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:

@@ -307,7 +307,7 @@ class Ranks:
             assert code == 0, f"it does not answer, or ended, with {code}: {where[-6000:]}"
         said = [str(line) for line in self.worker.log]
         crashed = [line for line in said if "Traceback" in line]
-        assert not crashed, crashed[-1][-3000:]
+        assert not crashed, "\n".join(said)[-6000:]
         longest = max(said, key=len, default="")
         assert len(longest) < MAX_LOG_LINE, f"{len(longest)} characters in a line of the log: {longest[:2000]}"
         await self.renew()
