@@ -2,7 +2,7 @@
 
 numba compiles what a function calls together with that function, and a parallel loop four times over: in a function of
 its own and in three that lead to it. What is long and is called from parallel loops is therefore compiled apart, and
-they are given its address. It is what the rest of them costs to compile that is counted then.
+they are given its address.
 """
 
 # mypy: ignore-errors
